@@ -1,0 +1,108 @@
+"""From a global batch to this rank's share: shift the labels, pad, then slice rows (dp) and columns
+(sp).
+
+The order matters: labels are shifted once, on whole rows, before the sequence is cut, so that the
+last position of a slice still predicts the first token of the next.
+
+Shapes: B rows of the global batch, S tokens per row; lower case is this rank's share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitrain.mesh import Mesh
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one rank computes on.
+
+    input_ids      int64 [b, s]
+    labels         int64 [b, s], already shifted: position t predicts labels[t]; -100 = no loss
+    position_ids   int64 [b, s], position within the document, counted over the whole row
+    documents      int64 [b, S] on the host: document of every position of the whole rows; None: one
+                   document a row
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    documents: Tensor | None = None
+
+    def to(self, device: torch.device) -> Batch:
+        """Move what the model reads to the device; documents stay on the host, where their lengths
+        are read.
+        """
+        ids, labels, positions = (
+            x.to(device, non_blocking=True)
+            for x in (self.input_ids, self.labels, self.position_ids)
+        )
+        return Batch(ids, labels, positions, self.documents)
+
+    def split(self, micro_batch_size: int) -> list[Batch]:
+        """Cut into micro-batches of micro_batch_size rows; the last may be shorter."""
+        parts = [
+            x.split(micro_batch_size) for x in (self.input_ids, self.labels, self.position_ids)
+        ]
+        documents = (
+            [None] * len(parts[0])
+            if self.documents is None
+            else self.documents.split(micro_batch_size)
+        )
+        return [Batch(*part) for part in zip(*parts, documents)]
+
+
+def shift_labels(labels_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
+    """Move each label to the position that predicts it; none across a document border or past the
+    end of the row.
+    """
+    shifted = F.pad(labels_BS[:, 1:], (0, 1), value=IGNORE)
+    starts_document = F.pad(position_ids_BS[:, 1:] == 0, (0, 1), value=True)
+    return shifted.masked_fill(starts_document, IGNORE)
+
+
+def shard_batch(rows, mesh: Mesh, multiple: int = 1) -> Batch:
+    """Cut this rank's share out of a global batch that every rank can build by itself.
+
+    rows           anything with input_ids [B, S] and, if it has them, labels (not shifted, -100 =
+                   no loss; default: every token counts), position_ids (restart at 0 with each
+                   document) and documents (None: one a row)
+    multiple       pad S with masked labels to a multiple of this as well as of sp (tp, when
+                   activations are split over it)
+
+    Returns        Batch on the host, [B / dp, S / sp]
+    Raises         ValueError when dp does not divide the rows
+    """
+    ids = torch.as_tensor(rows.input_ids)
+    num_rows, length = ids.shape
+    if num_rows % mesh.dp.size:
+        raise ValueError(
+            f"the batch must be a multiple of dp: {num_rows} rows on dp {mesh.dp.size}. Change --batch-size."
+        )
+    labels, positions, documents = (
+        getattr(rows, name, None) for name in ("labels", "position_ids", "documents")
+    )
+    labels = ids if labels is None else torch.as_tensor(labels)
+    positions = (
+        torch.arange(length).expand_as(ids) if positions is None else torch.as_tensor(positions)
+    )
+    labels = shift_labels(labels, positions)
+
+    pad = -length % (mesh.sp.size * multiple)
+    whole = [
+        F.pad(ids, (0, pad)),
+        F.pad(labels, (0, pad), value=IGNORE),
+        F.pad(positions, (0, pad)),
+    ]
+    if documents is not None:
+        documents = F.pad(torch.as_tensor(documents), (0, pad), value=torch.iinfo(torch.int64).max)
+        documents = documents.chunk(mesh.dp.size)[mesh.dp.rank]
+    mine = [x.chunk(mesh.dp.size)[mesh.dp.rank].chunk(mesh.sp.size, 1)[mesh.sp.rank] for x in whole]
+    return Batch(*(x.contiguous() for x in mine), documents)

@@ -1,0 +1,143 @@
+"""Start the process groups: from torchrun's environment, or as child processes for tests and
+notebooks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from minitrain.device import Device
+
+
+def launched_world_size() -> int:
+    """Number of processes that torchrun started; 1 when run by itself. Known before any process
+    group exists.
+    """
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def launched_rank() -> int:
+    """This process's number among them."""
+    return int(os.environ.get("RANK", 0))
+
+
+def init_distributed(device: Device) -> None:
+    """Join the process group that torchrun describes in the environment; alone, nothing needs to be
+    done.
+
+    Communicates   the rendezvous; waits up to 30 minutes for all ranks, so that slow loading is no
+                   failure
+    """
+    if launched_world_size() > 1:
+        device.init_process_group(launched_rank(), launched_world_size())
+
+
+def set_timeout(seconds: float) -> None:
+    """Let collectives fail after this long, once training runs; start-up has a longer time-out of
+    its own.
+    """
+    if dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def shut_down() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run_ranks(fn: Callable, world_size: int, *args, timeout_s: float = 60) -> list:
+    """Run fn(*args) on world_size CPU ranks, one process each, joined by gloo.
+
+    fn          may be defined in a notebook; runs with one thread, inside a process group
+    args        given to every rank
+    timeout_s   seconds until all ranks must have ended
+
+    Returns     list of what fn returned, one per rank (picklable)
+    Raises      RuntimeError with each failing rank's traceback; the others are then ended.
+                TimeoutError
+    """
+    method = (
+        "fork" if sys.platform == "linux" else "spawn"
+    )  # fork also carries functions of a notebook
+    context = multiprocessing.get_context(method)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryDirectory() as directory:
+        store = str(Path(directory) / "store")
+        pipes, processes = [], []
+        for rank in range(world_size):
+            receive, send = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(send, rank, world_size, store, fn, args)
+            )
+            process.start()
+            send.close()
+            pipes.append(receive)
+            processes.append(process)
+        try:
+            return _collect(pipes, processes, timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _rank_main(pipe, rank: int, world_size: int, store: str, fn: Callable, args: tuple) -> None:
+    try:
+        torch.set_num_threads(1)
+        Device().init_process_group(rank, world_size, store=dist.FileStore(store, world_size))
+        result = (True, fn(*args))
+        dist.barrier()  # nobody leaves while another still needs its sockets
+        dist.destroy_process_group()
+        message = pickle.dumps(result)
+    except BaseException:
+        message = pickle.dumps((False, traceback.format_exc()))
+    pipe.send_bytes(message)
+    pipe.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a forked child must not run the parent's exit handlers
+
+
+def _collect(pipes: list, processes: list, timeout_s: float) -> list:
+    """Wait for every rank's message; on the first failure give the others a moment to report
+    theirs.
+    """
+    results, failures = {}, {}
+    deadline = time.monotonic() + timeout_s
+    while len(results) + len(failures) < len(pipes):
+        open_pipes = [p for r, p in enumerate(pipes) if r not in results and r not in failures]
+        ready = wait(open_pipes, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            rank = pipes.index(pipe)
+            try:
+                ok, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                processes[rank].join()
+                ok, value = False, f"died with exit code {processes[rank].exitcode}"
+            (results if ok else failures)[rank] = value
+        if failures:
+            deadline = min(deadline, time.monotonic() + 2)
+    if failures:
+        raise RuntimeError("\n".join(f"rank {r}: {text}" for r, text in sorted(failures.items())))
+    if len(results) < len(pipes):
+        late = [r for r in range(len(pipes)) if r not in results]
+        raise TimeoutError(f"ranks {late} of {len(pipes)} had not ended after {timeout_s} s.")
+    return [results[rank] for rank in range(len(pipes))]

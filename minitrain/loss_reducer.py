@@ -1,0 +1,174 @@
+"""The loss: token counts, and summed cross-entropy over a vocabulary that may be split over tp,
+tile by tile.
+
+Sums only: the one division, by the number of loss tokens of the whole step, is train_step's.
+
+Shapes: N tokens (rows x sequence), D model, V vocabulary; lower case is this rank's share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minitrain.collectives import all_reduce
+from minitrain.data_sharder import IGNORE, Batch
+from minitrain.mesh import Axis
+from minitrain.model import exact_dtype
+from minitrain.tensor_parallel import first_of_rank
+
+
+def count_tokens(micro_batches: Sequence[Batch], axis: Axis) -> Tensor:
+    """Count the loss tokens of a whole step: all micro-batches, all ranks of the axis (dp_sp).
+
+    Returns        int64 tensor of one element, equal on every rank
+    Communicates   all-reduce over axis, 8 bytes
+    """
+    counts = [(batch.labels != IGNORE).sum() for batch in micro_batches]
+    return all_reduce(torch.stack(counts).sum().view(1), axis)
+
+
+def _loss_and_grad(
+    logits_Nv: Tensor, labels_N: Tensor, tp: Axis, ignore: int, vocab_size: int, smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, and its gradient by the logits. Ignored tokens: exactly zero in both.
+
+    With p = softmax(x) over the whole vocabulary and smoothing e, loss = logsumexp(x) - (1 - e)
+    x[label] - e mean(x) and gradient = p - (1 - e) onehot(label) - e / V. Communicates: all-reduces
+    over tp of N maxima and of 3 N sums.
+    """
+    x = logits_Nv.to(exact_dtype(logits_Nv.dtype))
+    size, first = x.shape[1], first_of_rank(tp, x.shape[1], x.device)
+    exists_v = None
+    if size * tp.size > vocab_size:  # padded rows of the head: no probability, no gradient
+        exists_v = torch.arange(size, device=x.device) + first < vocab_size
+        x = x.masked_fill(~exists_v, -torch.inf)
+    x = x - all_reduce(x.amax(1), tp, "max")[:, None]
+    valid_N = labels_N != ignore
+    local_N = labels_N - first
+    inside_N = (local_N >= 0) & (local_N < size) & valid_N
+    local_N1 = torch.where(inside_N, local_N, 0)[:, None]
+    at_label_N = x.gather(1, local_N1)[:, 0].masked_fill(~inside_N, 0.0)
+    sum_x_N = (
+        (x if exists_v is None else x.masked_fill(~exists_v, 0.0)).sum(1)
+        if smoothing
+        else at_label_N
+    )
+    grad_Nv = x.exp()
+    sums = all_reduce(torch.stack([grad_Nv.sum(1), at_label_N, sum_x_N]), tp)
+    sum_exp_N, at_label_N, sum_x_N = sums
+    loss_N = sum_exp_N.log() - (1 - smoothing) * at_label_N - smoothing / vocab_size * sum_x_N
+
+    grad_Nv /= sum_exp_N[:, None]
+    grad_Nv.scatter_add_(1, local_N1, -(1 - smoothing) * inside_N[:, None].to(x.dtype))
+    if smoothing:
+        grad_Nv -= smoothing / vocab_size * (1.0 if exists_v is None else exists_v.to(x.dtype))
+    return loss_N.masked_fill(~valid_N, 0.0), grad_Nv.masked_fill_(~valid_N[:, None], 0.0)
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits_Nv, labels_N, tp, ignore, vocab_size, smoothing):
+        loss_N, grad_Nv = _loss_and_grad(logits_Nv, labels_N, tp, ignore, vocab_size, smoothing)
+        ctx.save_for_backward(grad_Nv.to(logits_Nv.dtype))
+        return loss_N.sum()
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        (grad_Nv,) = ctx.saved_tensors
+        return (grad_Nv * grad_loss).to(grad_Nv.dtype), *[None] * 5
+
+
+def cross_entropy_sum(
+    logits: Tensor,
+    labels: Tensor,
+    tp: Axis,
+    ignore_index: int = IGNORE,
+    *,
+    vocab_size: int | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Sum the cross-entropy of all tokens that have a label; logits may be split over tp along the
+    vocabulary.
+
+    logits         [..., v], any float dtype; computed in at least float32; not changed
+    labels         int64 [...], ids of the whole vocabulary, already shifted, or ignore_index
+    vocab_size     true size of the vocabulary when the last ranks' logits are padding; None: v * tp
+
+    Returns        scalar in nats, float32 (float64 for float64 logits), equal on every rank of tp;
+                   0 without labels
+    Communicates   forward: all-reduces over tp of 4 numbers a token
+    """
+    vocab_size = vocab_size or logits.shape[-1] * tp.size
+    flat = logits.reshape(-1, logits.shape[-1])
+    return _CrossEntropySum.apply(
+        flat, labels.reshape(-1), tp, ignore_index, vocab_size, label_smoothing
+    )
+
+
+class _HeadCrossEntropySum(torch.autograd.Function):
+    """Logits exist for one tile at a time: their gradient is turned into those of hidden and head
+    in the forward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_vD, labels_N, tp, tile, ignore, vocab_size, smoothing):
+        total = torch.zeros((), dtype=exact_dtype(hidden_ND.dtype), device=hidden_ND.device)
+        grad_hidden = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
+        grad_weight = (
+            torch.zeros_like(weight_vD, dtype=total.dtype) if ctx.needs_input_grad[1] else None
+        )
+        for start in range(0, hidden_ND.shape[0], tile):
+            h, labels = hidden_ND[start : start + tile], labels_N[start : start + tile]
+            loss, grad = _loss_and_grad(h @ weight_vD.T, labels, tp, ignore, vocab_size, smoothing)
+            total += loss.sum()
+            grad = grad.to(h.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad, weight_vD, out=grad_hidden[start : start + tile])
+            if grad_weight is not None:
+                grad_weight += grad.T @ h
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        grads = [None if g is None else g * grad_loss.to(g.dtype) for g in ctx.saved_tensors]
+        return *grads, *[None] * 6
+
+
+def head_cross_entropy_sum(
+    hidden: Tensor,
+    weight_vD: Tensor,
+    labels: Tensor,
+    tp: Axis,
+    ignore_index: int = IGNORE,
+    *,
+    tile_tokens: int = 0,
+    vocab_size: int | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """cross_entropy_sum(hidden @ weight.T, labels), holding the logits of tile_tokens tokens at a
+    time.
+
+    hidden         [..., D], already inside the head's tensor-parallel region (model.enter)
+    weight_vD      the head's matrix, or this rank's rows of it; frozen: its gradient is not made
+    tile_tokens    tokens per tile; 0: all at once
+
+    Returns        as cross_entropy_sum. Gradients are summed over tiles in float32, then rounded
+                   once
+    Communicates   forward: all-reduces over tp of 4 numbers a token
+    Source         Liger kernel's fused linear cross-entropy (Hsu et al. 2024) for the gradient in
+                   the forward pass
+    """
+    if (
+        not torch.is_grad_enabled()
+    ):  # inside the function autograd cannot tell that no gradient is wanted
+        hidden, weight_vD = hidden.detach(), weight_vD.detach()
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    tile = tile_tokens or flat.shape[0]
+    vocab_size = vocab_size or weight_vD.shape[0] * tp.size
+    return _HeadCrossEntropySum.apply(
+        flat, weight_vD, labels.reshape(-1), tp, tile, ignore_index, vocab_size, label_smoothing
+    )

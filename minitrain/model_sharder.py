@@ -1,0 +1,177 @@
+"""Apply a plan to a plain model: replace layers, say what is split, fill in weights share by share,
+gather them back.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from minitrain.collectives import all_gather
+from minitrain.mesh import Mesh, ShardSpec
+from minitrain.model import CausalLM, ModelConfig
+from minitrain.tensor_parallel import (
+    ColumnParallelLinear,
+    EnterRegion,
+    PartialGradientNorm,
+    ReplicatedHeadsLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from minitrain.ulysses import ulysses_attention
+
+# Module name pattern -> what becomes of it. "norm" only matters when activations between blocks are
+# split over tp.
+LLAMA_PLAN = {
+    "model.embed_tokens": "embedding",
+    "*.q_proj": "column",
+    "*.k_proj": "kv",
+    "*.v_proj": "kv",
+    "*.o_proj": "row",
+    "*.gate_proj": "column",
+    "*.up_proj": "column",
+    "*.down_proj": "row",
+    "*.enter": "enter",
+    "enter": "enter",
+    "lm_head": "column",
+    "*.q_norm": "head_norm",
+    "*.k_norm": "head_norm",
+    "*layernorm": "norm",
+    "model.norm": "norm",
+}
+SPLIT_DIM = {"embedding": 0, "column": 0, "row": 1}
+
+
+def shard_model(
+    model: CausalLM, mesh: Mesh, plan: dict[str, str] = LLAMA_PLAN, split_activations: bool = False
+) -> ShardSpec:
+    """Replace a plain model's layers, in place, by this rank's share of them.
+
+    model               on the meta device (weights come later, share by share) or with weights,
+                        which are then sliced
+    plan                module name pattern -> embedding, column, kv, row, enter, head_norm or norm
+    split_activations   keep activations between blocks split over tp along the sequence; saves
+                        their memory at equal communication (Megatron-LM's sequence parallelism,
+                        Korthikanti et al. 2022)
+
+    Returns             ShardSpec: parameter name -> dim split over tp, or None
+    """
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    dims: dict[str, int | None] = dict.fromkeys(shapes)
+    for name, module in list(model.named_modules()):
+        kind = next((kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)), None)
+        if kind is None or mesh.tp.size == 1:
+            continue
+        new, kind = _parallel_layer(module, kind, model.config, mesh, split_activations)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, new)
+        if kind in SPLIT_DIM:
+            dims[f"{name}.weight"] = SPLIT_DIM[kind]
+            if kind == "column" and f"{name}.bias" in dims:
+                dims[f"{name}.bias"] = 0
+    for module in model.modules():
+        if hasattr(module, "core"):
+            module.core = ulysses_attention(module.core, mesh.sp)
+    model.tie()
+    return ShardSpec({name: dims[name] for name, _ in model.named_parameters()}, shapes)
+
+
+def _parallel_layer(
+    module: nn.Module, kind: str, config: ModelConfig, mesh: Mesh, split_activations: bool
+) -> tuple[nn.Module, str]:
+    """The layer that takes module's place, and what it became ("kv" becomes "column", or
+    replicated).
+    """
+    tp = mesh.tp
+    if kind == "kv":
+        if config.num_kv_heads < tp.size:
+            return ReplicatedHeadsLinear(module, tp, config.num_kv_heads), "replicated"
+        kind = "column"
+    if kind == "column":
+        return ColumnParallelLinear(module, tp, input_is_copied=True), kind
+    if kind == "row":
+        return RowParallelLinear(module, tp, split_activations), kind
+    if kind == "embedding":
+        return VocabParallelEmbedding(module, tp, split_activations), kind
+    if kind == "enter":
+        return EnterRegion(tp, split_activations), kind
+    if kind == "head_norm" or (kind == "norm" and split_activations):
+        return PartialGradientNorm(module, tp), kind
+    assert kind == "norm", f"unknown kind {kind!r} in the plan"
+    return module, kind
+
+
+def share_slices(name: str, spec: ShardSpec, mesh: Mesh) -> tuple[slice, ...]:
+    """Where this rank's share of a parameter lies in the whole tensor; may be empty when a
+    vocabulary is padded.
+    """
+    shape, dim = spec.shapes[name], spec[name]
+    slices = [slice(0, size) for size in shape]
+    if dim is not None:
+        size = -(-shape[dim] // mesh.tp.size)
+        start = min(mesh.tp.rank * size, shape[dim])
+        slices[dim] = slice(start, min(start + size, shape[dim]))
+    return tuple(slices)
+
+
+@torch.no_grad()
+def fill_weights(
+    model: CausalLM,
+    spec: ShardSpec,
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    read: Callable[[str, tuple[slice, ...]], Tensor],
+) -> None:
+    """Turn a sharded meta model into a real one, one share at a time.
+
+    read      f(name, slices of the whole tensor) -> that part of it, any dtype, on the host;
+              padding is filled with zeros
+    """
+    model.to(dtype).to_empty(device=device)
+    model.tie()
+    for name, param in model.named_parameters():
+        slices = share_slices(name, spec, mesh)
+        param.zero_()
+        param[tuple(slice(0, s.stop - s.start) for s in slices)].copy_(read(name, slices))
+
+
+def random_weights(config: ModelConfig, shapes: dict[str, tuple[int, ...]], seed: int) -> Callable:
+    """A reader for fill_weights: normal(0, 0.02), residual outputs scaled down by sqrt(2 layers),
+    norms 1, biases 0.
+
+    Each tensor is drawn on the host from (seed, its name), so every layout gets the same model.
+    Source    GPT-2 (Radford et al. 2019)
+    """
+
+    def read(name: str, slices: tuple[slice, ...]) -> Tensor:
+        if len(shapes[name]) == 1:
+            return torch.full(
+                [s.stop - s.start for s in slices], 0.0 if name.endswith("bias") else 1.0
+            )
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        std = 0.02 / (2 * config.num_layers) ** 0.5 if residual else 0.02
+        return torch.empty(shapes[name]).normal_(0, std, generator=generator)[slices]
+
+    return read
+
+
+@torch.no_grad()
+def gather_state_dict(model: nn.Module, spec: ShardSpec, mesh: Mesh) -> dict[str, Tensor]:
+    """Join the ranks' shares into whole tensors, without padding, a tied head left out.
+
+    Returns        name -> tensor on the host, equal on every rank
+    Communicates   all-gather over tp of every split parameter
+    """
+    whole = {}
+    for name, param in model.named_parameters():
+        if spec[name] is not None:
+            size = spec.shapes[name][spec[name]]
+            param = all_gather(param.detach(), mesh.tp, spec[name]).narrow(spec[name], 0, size)
+        whole[name] = param.detach().cpu().clone()
+    return whole

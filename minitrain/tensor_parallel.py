@@ -1,0 +1,165 @@
+"""Layers that hold one rank's share of a weight and give the same output as the whole layer.
+
+Shapes: B rows, S sequence, D model, V vocabulary, and a layer's [out, in] weight; lower case is
+this rank's share. Source: Megatron-LM (Shoeybi et al. 2019); split activations: Korthikanti et al.
+2022.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitrain.collectives import all_gather, copy_to, reduce_from, reduce_scatter
+from minitrain.mesh import Axis
+from minitrain.model import RMSNorm, rms_norm
+
+
+def share(whole: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's slice of a tensor along dim, the last ones filled up with zeros when dim does not
+    divide evenly.
+    """
+    size = -(-whole.shape[dim] // axis.size)
+    start = min(axis.rank * size, whole.shape[dim])
+    part = whole.narrow(dim, start, min(size, whole.shape[dim] - start))
+    padded = part.new_zeros(*part.shape[:dim], size, *part.shape[dim + 1 :])
+    padded.narrow(dim, 0, part.shape[dim]).copy_(part)
+    return padded
+
+
+def first_of_rank(axis: Axis, size: int, device: torch.device) -> Tensor:
+    """axis.rank * size as a one-element tensor: a Python number would give every rank another
+    compiled graph.
+    """
+    return torch.tensor([axis.rank * size]).to(device)
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer whose outputs are split over tp: y_bso = x_bsI @ W_oI.T + b_o.
+
+    linear            the whole layer; its rows are padded with zeros when tp does not divide them
+    input_is_copied   the caller has already passed x through copy_to (one for q, k and v together)
+
+    Communicates      backward: all-reduce of x's gradient over tp, unless input_is_copied
+    """
+
+    def __init__(self, linear: nn.Linear, tp: Axis, input_is_copied: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(share(linear.weight.detach(), tp, 0))
+        self.bias = (
+            None if linear.bias is None else nn.Parameter(share(linear.bias.detach(), tp, 0))
+        )
+        self.tp, self.input_is_copied = tp, input_is_copied
+
+    def forward(self, x_bsI: Tensor) -> Tensor:
+        x_bsI = x_bsI if self.input_is_copied else copy_to(x_bsI, self.tp)
+        return F.linear(x_bsI, self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer whose inputs are split over tp: y_bsO = sum over tp of x_bsi @ W_Oi.T, + b_O.
+
+    split_sequence    return this rank's slice of the sequence (dim 1) instead of the whole
+
+    Communicates      forward: all-reduce (or reduce-scatter) of y over tp
+    """
+
+    def __init__(self, linear: nn.Linear, tp: Axis, split_sequence: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(share(linear.weight.detach(), tp, 1))
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
+        self.tp, self.split_sequence = tp, split_sequence
+
+    def forward(self, x_bsi: Tensor) -> Tensor:
+        y_bsO = leave_region(F.linear(x_bsi, self.weight), self.tp, self.split_sequence)
+        if self.bias is None:
+            return y_bsO
+        return y_bsO + (copy_to(self.bias, self.tp) if self.split_sequence else self.bias)
+
+
+class ReplicatedHeadsLinear(nn.Module):
+    """The k or v projection when there are fewer kv heads than tp ranks: every rank holds all, and
+    computes one.
+
+    Rank t's query heads all use kv head t // (tp / heads). Gradients of the replicas are summed, so
+    they stay equal.
+
+    Communicates   backward: all-reduce of the weight's gradient over tp
+    """
+
+    def __init__(self, linear: nn.Linear, tp: Axis, num_heads: int):
+        super().__init__()
+        self.weight = nn.Parameter(linear.weight.detach().clone())
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
+        self.tp, self.num_heads = tp, num_heads
+
+    def forward(self, x_bsD: Tensor) -> Tensor:
+        head = first_of_rank(self.tp, 1, x_bsD.device) * self.num_heads // self.tp.size
+
+        def pick(whole: Tensor) -> Tensor:
+            return (
+                copy_to(whole, self.tp).unflatten(0, (self.num_heads, -1)).index_select(0, head)[0]
+            )
+
+        return F.linear(x_bsD, pick(self.weight), None if self.bias is None else pick(self.bias))
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding whose rows are split over tp; each rank looks up the ids it has, the sum is the
+    whole.
+
+    split_sequence   return this rank's slice of the sequence (dim 1) instead of the whole
+
+    Communicates     forward: all-reduce (or reduce-scatter) of h_bsD over tp
+    """
+
+    def __init__(self, embedding: nn.Embedding, tp: Axis, split_sequence: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(share(embedding.weight.detach(), tp, 0))
+        self.tp, self.split_sequence = tp, split_sequence
+
+    def forward(self, ids_bs: Tensor) -> Tensor:
+        local_bs = ids_bs - first_of_rank(self.tp, self.weight.shape[0], ids_bs.device)
+        inside_bs = (local_bs >= 0) & (local_bs < self.weight.shape[0])
+        h_bsD = F.embedding(torch.where(inside_bs, local_bs, 0), self.weight)
+        h_bsD = h_bsD * inside_bs[..., None].to(h_bsD.dtype)
+        return leave_region(h_bsD, self.tp, self.split_sequence)
+
+
+class PartialGradientNorm(RMSNorm):
+    """An RMS norm that sees only this rank's heads or positions: its weight's gradient is summed
+    over tp.
+
+    Communicates   backward: all-reduce of the weight's gradient over tp
+    """
+
+    def __init__(self, norm: RMSNorm, tp: Axis):
+        nn.Module.__init__(self)
+        self.weight, self.eps, self.tp = nn.Parameter(norm.weight.detach().clone()), norm.eps, tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, copy_to(self.weight, self.tp), self.eps)
+
+
+class EnterRegion(nn.Module):
+    """The input of a tensor-parallel region: the whole x on every rank, its gradients summed over
+    tp.
+
+    Communicates   backward: all-reduce over tp; with split_sequence all-gather forward,
+                   reduce-scatter backward
+    """
+
+    def __init__(self, tp: Axis, split_sequence: bool = False):
+        super().__init__()
+        self.tp, self.split_sequence = tp, split_sequence
+
+    def forward(self, x_bsD: Tensor) -> Tensor:
+        return all_gather(x_bsD, self.tp, 1) if self.split_sequence else copy_to(x_bsD, self.tp)
+
+
+def leave_region(partial_bsD: Tensor, tp: Axis, split_sequence: bool) -> Tensor:
+    """Sum the ranks' parts; keep the whole, or with split_sequence this rank's slice of the
+    sequence.
+    """
+    return reduce_scatter(partial_bsD, tp, 1) if split_sequence else reduce_from(partial_bsD, tp)
