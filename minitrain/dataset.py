@@ -8,6 +8,7 @@ B rows of a batch, S tokens of a row.
 
 import json
 import os
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,7 +202,8 @@ def write_token_file(
     header = {"dtype": dtype, "tokenizer": tokenizer_name, "count": 0, "eos_id": eos_id}
     header |= {"documents": 0, "largest_id": 0}
     tail = [] if eos_id is None else [eos_id]
-    part, header_part = (Path(f"{path}{end}.{os.getpid()}.part") for end in ("", ".json"))
+    unique = uuid.uuid4().hex  # several processes may write the same file
+    part, header_part = (Path(f"{path}{end}.{unique}.part") for end in ("", ".json"))
     try:
         with part.open("wb") as file:
             for document in documents:
