@@ -1,0 +1,168 @@
+"""Continue a sequence of tokens, with a key/value cache.
+
+The model is not changed for it: while tokens are generated, the attention layers' pluggable `core`
+is one that remembers the keys and values of earlier positions.
+
+Shapes: B rows (here 1), S sequence, H query heads, G kv heads, K head size, V vocabulary; s is the
+new positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitrain.collectives import all_gather
+from minitrain.mesh import Axis
+from minitrain.model import CausalLM, causal_attention, exact_dtype
+
+
+def generate(model: CausalLM, input_ids: list[int], max_new_tokens: int, **settings) -> list[int]:
+    """Return the tokens that follow input_ids; the settings are those of stream_tokens."""
+    return list(stream_tokens(model, input_ids, max_new_tokens, **settings))
+
+
+@torch.no_grad()
+def stream_tokens(
+    model: CausalLM,
+    input_ids: list[int],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    eos_id: int | list[int] | None = None,
+    tp: Axis = Axis("tp"),  # noqa: B008
+) -> Iterator[int]:
+    """Yield the tokens that follow input_ids, one by one, each as soon as it is known.
+
+    input_ids     the prompt, at least one token
+    temperature   logits are divided by it; 0: always the likeliest token
+    top_p         from above 0 to 1: draw from the fewest tokens whose probabilities add up to this
+    seed          fixes the draws, on every device alike
+    eos_id        token, or tokens, that end the text; not yielded
+    tp            the mesh's axis, for a sharded model: every rank of it calls this alike and gets
+                  the same tokens. sp and dp need nothing: their ranks each do all the work
+
+    Communicates  what the model does, and an all-gather of one position's logits over tp a token
+    Raises        ValueError for settings out of range
+    """
+    _check(model, input_ids, max_new_tokens, temperature, top_p)
+    stop = {eos_id} if isinstance(eos_id, int) else set(eos_id or ())
+    device, generator = model.lm_head.weight.device, torch.Generator().manual_seed(seed)
+    was_training = model.training
+    model.eval()
+    try:
+        with cached_attention(model, len(input_ids) + max_new_tokens):
+            new_ids, position = list(input_ids), 0
+            for _ in range(max_new_tokens):
+                ids_bs = torch.tensor([new_ids], device=device)
+                places_bs = torch.arange(position, position + len(new_ids), device=device)[None]
+                last_b1D = model.hidden(ids_bs, places_bs)[:, -1:]
+                logits_b1V = all_gather(model.lm_head(last_b1D), tp, 2)
+                logits_V = logits_b1V[0, 0, : model.config.vocab_size]  # without padding
+                token = pick_token(logits_V, temperature, top_p, generator)
+                if token in stop:
+                    return
+                yield token
+                position, new_ids = position + len(new_ids), [token]
+    finally:
+        model.train(was_training)
+
+
+@contextmanager
+def cached_attention(model: CausalLM, max_length: int) -> Iterator[None]:
+    """Within it, each call of the model continues the rows of the call before.
+
+    max_length   positions to make room for; the cache takes 2 * G * K * max_length elements a layer
+                 and row
+    """
+    layers = [module for module in model.modules() if hasattr(module, "core")]
+    cores = [layer.core for layer in layers]
+    try:
+        for layer in layers:
+            layer.core = _caching_core(max_length)
+        yield
+    finally:
+        for layer, core in zip(layers, cores):
+            layer.core = core
+
+
+def _caching_core(max_length: int) -> Callable[..., Tensor]:
+    """An attention core for one layer that attends to all positions it has been given so far."""
+    cache: list[Tensor] = []  # k_bSGK, v_bSGK; made by the first call
+    length = 0
+
+    def core(
+        q_bsHK: Tensor, k_bsGK: Tensor, v_bsGK: Tensor, documents_bS: None, scale: float
+    ) -> Tensor:
+        nonlocal length
+        begin, length = length, length + q_bsHK.shape[1]
+        if not cache:
+            cache.extend(
+                x.new_empty(x.shape[0], max_length, *x.shape[2:]) for x in (k_bsGK, v_bsGK)
+            )
+        for whole, new in zip(cache, (k_bsGK, v_bsGK)):
+            whole[:, begin:length] = new
+        if begin == 0:
+            return causal_attention(q_bsHK, k_bsGK, v_bsGK, documents_bS, scale)
+        assert q_bsHK.shape[1] == 1, "after the prompt, one token at a time: it sees all positions"
+        q, k, v = (x.transpose(1, 2) for x in (q_bsHK, cache[0][:, :length], cache[1][:, :length]))
+        grouped = q.shape[1] != k.shape[1]
+        o = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
+        return o.transpose(1, 2)
+
+    return core
+
+
+def pick_token(
+    logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator
+) -> int:
+    """Choose the next token: the likeliest, or drawn on the host, so that a seed means the same on
+    every device.
+    """
+    if temperature == 0:
+        return int(logits_V.argmax())
+    logits_V = logits_V.cpu().to(exact_dtype(logits_V.dtype))
+    kept_V = top_p_probabilities((logits_V / temperature).softmax(0), top_p)
+    return int(torch.multinomial(kept_V, 1, generator=generator))
+
+
+def top_p_probabilities(probs_V: Tensor, top_p: float) -> Tensor:
+    """Keep the fewest tokens, likeliest first, whose probabilities add up to top_p, and at least
+    one; the others get zero. Not scaled to sum to 1 again.
+
+    Source   nucleus sampling (Holtzman et al. 2020)
+    """
+    if top_p >= 1:
+        return probs_V
+    sorted_V, order_V = probs_V.sort(descending=True, stable=True)
+    before_V = sorted_V.cumsum(0) - sorted_V  # what the likelier ones add up to
+    return torch.zeros_like(probs_V).scatter(0, order_V, sorted_V * (before_V < top_p))
+
+
+def _check(
+    model: CausalLM, input_ids: list[int], max_new_tokens: int, temperature: float, top_p: float
+) -> None:
+    vocab_size = model.config.vocab_size
+    if not input_ids:
+        raise ValueError("a prompt must have at least one token, but is empty. Give it some text.")
+    if min(input_ids) < 0 or max(input_ids) >= vocab_size:
+        raise ValueError(
+            f"token ids of a prompt must be below the model's vocabulary of {vocab_size}, but one "
+            f"is {max(input_ids)}. Use the tokenizer of the model's own directory."
+        )
+    if max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"--temperature must be 0 or a positive number, not {temperature}.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"--top-p must be above 0 and at most 1, not {top_p}.")
+    if getattr(model.enter, "split_sequence", False):
+        raise ValueError(
+            "one token cannot be split over tp along the sequence. Save the model and sample from "
+            "its directory, or train without splitting activations."
+        )
