@@ -107,11 +107,13 @@ def check_model(
             f"query heads must be a multiple of sp * tp: {num_heads} heads, {sp} * {tp} = {parts}. "
             f"Choose --sp and --tp so that their product is one of {', '.join(map(str, fits))}."
         )
-    if num_kv_heads % parts and parts % num_kv_heads:
-        raise ValueError(
-            f"kv heads must be a multiple of sp * tp or divide it: {num_kv_heads} kv heads, {sp} * {tp} = {parts}. "
-            "Choose another --sp or --tp."
-        )
+    for what, size in (("sp * tp", f"{sp} * {tp} = {parts}"), ("tp", f"tp {tp}")):
+        ranks = parts if what == "sp * tp" else tp
+        if num_kv_heads % ranks and ranks % num_kv_heads:
+            raise ValueError(
+                f"kv heads must be a multiple of {what} or divide it: {num_kv_heads} kv heads, {size}. "
+                "Choose another --sp or --tp."
+            )
     if intermediate_size % tp:
         raise ValueError(
             f"the feed-forward width must be a multiple of tp: {intermediate_size} is not a multiple of {tp}. "
