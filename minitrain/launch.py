@@ -101,6 +101,7 @@ def _rank_main(pipe, rank: int, world_size: int, store: str, fn: Callable, args:
     try:
         torch.set_num_threads(1)
         Device().init_process_group(rank, world_size, store=dist.FileStore(store, world_size))
+        dist.barrier()  # an early error must not break the connecting of the others
         result = (True, fn(*args))
         dist.barrier()  # nobody leaves while another still needs its sockets
         dist.destroy_process_group()
