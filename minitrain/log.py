@@ -1,6 +1,6 @@
 """What a run says: rank 0's progress bar, its step lines, and metrics.jsonl.
 
-Needs no torch and no other module of minitrain. metrics.jsonl is always JSON: a number that is not
+Needs no torch. metrics.jsonl is always JSON: a number that is not
 finite is written as null.
 """
 
@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tqdm import tqdm
+
+from minitrain.text_plot import text_plot as text_plot  # for those who look for it here
 
 
 class RunLog:
@@ -41,8 +43,8 @@ class RunLog:
         log_every: int = 1,
     ):
         self.speaks, self.total_steps, self.log_every = rank == 0, total_steps, log_every
-        self.first_step, self.started = first_step, time.monotonic()
         self.bar, self.metrics, self.evaluated = None, None, set()
+        self.first: tuple[int, float] | None = None  # first step logged, and when
         if not self.speaks:
             return
         if out is not None:
@@ -55,10 +57,6 @@ class RunLog:
                 self.say(f"{path} ends at step {last}: steps up to {first_step} are missing in it.")
             self.metrics = MetricsFile(path, self.say)
         self.lines = not (sys.stderr.isatty() and sys.stdout.isatty())
-        if sys.stderr.isatty():
-            self.bar = tqdm(
-                total=total_steps, initial=first_step, unit=" steps", dynamic_ncols=True
-            )
 
     def say(self, text: str) -> None:
         """Print one or more lines, above the bar."""
@@ -80,15 +78,15 @@ class RunLog:
         record = {"skipped": not all(finite)} | record
         if self.metrics is not None:
             self.metrics.add(record)
-        step, due = record["step"], record["step"] % self.log_every == 0
-        due = due or step == self.total_steps
-        if self.bar is not None:
-            self.bar.set_postfix_str(", ".join(_figures(record, short=True)), refresh=False)
-            self.bar.update(step - self.bar.n)
+        step, last = record["step"], record["step"] == self.total_steps
+        self.first = self.first or (step, time.monotonic())
+        self._move_bar(record)
         if record["skipped"]:
             self.say(f"{self._place(step)}  update skipped: {_why_skipped(record)}")
-        elif self.lines and due:
+        elif self.lines and (last or step % self.log_every == 0):
             self.say("  ".join([self._place(step), *_figures(record), *self._left(step)]))
+        if last:
+            self._end_bar()
 
     def evaluation(self, record: dict) -> None:
         """Log one evaluation: {"step", "eval_loss", "eval_tokens"}, said and in metrics.jsonl,
@@ -104,23 +102,38 @@ class RunLog:
 
     def close(self) -> None:
         """End the bar and the file."""
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+        self._end_bar()
         if self.metrics is not None:
             self.metrics.close()
             self.metrics = None
+
+    def _move_bar(self, record: dict) -> None:
+        """The bar begins at the first step, so that its rate does not count what came before."""
+        if not sys.stderr.isatty():
+            return
+        step = record["step"]
+        if self.bar is None:
+            self.bar = tqdm(total=self.total_steps, initial=step, unit=" steps", dynamic_ncols=True)
+        self.bar.set_postfix_str(", ".join(_figures(record, short=True)), refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def _end_bar(self) -> None:
+        if self.bar is not None:
+            self.bar.refresh()
+            self.bar.close()
+            self.bar = None
 
     def _place(self, step: int) -> str:
         width = len(str(self.total_steps))
         return f"step {step:{width + 1}}/{self.total_steps}"
 
     def _left(self, step: int) -> list[str]:
-        """Time to the end, from the mean of the steps made so far."""
-        made, to_go = step - self.first_step, self.total_steps - step
-        if made <= 0 or to_go <= 0:
+        """Time to the end, from the mean of the steps since the first one logged."""
+        first, then = self.first
+        if step == first or step == self.total_steps:
             return []
-        return [f"{tqdm.format_interval((time.monotonic() - self.started) / made * to_go)} left"]
+        seconds = (time.monotonic() - then) / (step - first) * (self.total_steps - step)
+        return [f"{tqdm.format_interval(seconds)} left"]
 
 
 class MetricsFile:

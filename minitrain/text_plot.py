@@ -48,10 +48,10 @@ def text_plot(
         edge = f"{label or '':>{margin}} {'+' if label else '|'}"
         lines.append((edge + "".join(cells)).rstrip())
 
-    axis, numbers = ["-"] * inside, [" "] * (inside + 1)
+    axis, numbers = ["-"] * inside, [" "] * inside
     for x, label in _labels(x_low, x_high, max(3, inside // 10)):
         axis[column(x)] = "+"
-        begin = max(0, min(column(x) - len(label) // 2, inside + 1 - len(label)))
+        begin = max(0, min(column(x) - len(label) // 2, inside - len(label)))
         numbers[begin : begin + len(label)] = label
     legend = "   ".join(f"{mark} {name}" for mark, name in zip(_marks(finite), finite))
     left = " " * (margin + 1)
