@@ -81,10 +81,11 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
     op             "sum", "max" or "min"
 
-    Returns        a new tensor, equal on every rank of the axis
+    Returns        a tensor without gradient, equal on every rank of the axis
     Communicates   all-reduce over axis, x's bytes
     """
-    return x if axis.size == 1 else axis.group.all_reduce(x.detach(), op)
+    x = x.detach()
+    return x if axis.size == 1 else axis.group.all_reduce(x, op)
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
