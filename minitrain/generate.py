@@ -140,7 +140,7 @@ def top_p_probabilities(probs_V: Tensor, top_p: float) -> Tensor:
     if top_p >= 1:
         return probs_V
     sorted_V, order_V = probs_V.sort(descending=True, stable=True)
-    before_V = sorted_V.cumsum(0) - sorted_V  # what the likelier ones add up to
+    before_V = F.pad(sorted_V.cumsum(0)[:-1], (1, 0))  # what the likelier ones add up to
     return torch.zeros_like(probs_V).scatter(0, order_V, sorted_V * (before_V < top_p))
 
 

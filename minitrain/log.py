@@ -1,7 +1,6 @@
 """What a run says: rank 0's progress bar, its step lines, and metrics.jsonl.
 
-Needs no torch. metrics.jsonl is always JSON: a number that is not
-finite is written as null.
+Needs no torch. metrics.jsonl is always JSON: a number that is not finite is written as null.
 """
 
 from __future__ import annotations

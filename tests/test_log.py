@@ -192,7 +192,7 @@ def test_progress_is_quiet_without_terminal(capsys, monkeypatch):
 def test_text_plot_puts_points_where_they_are():
     """Red when axes are mirrored, numbers are off, or a later curve hides behind an earlier."""
     points = [(x, 10 - x / 10) for x in range(101)]
-    text = text_plot({"falls": points, "flat": [(50, 5.0)], "bad": [(1, math.nan), (2, None)]})
+    text = text_plot({"falls": points, "flat": [(40, 6.0)], "bad": [(1, math.nan), (2, None)]})
     lines = text.splitlines()
     assert text.isascii()
     assert max(map(len, lines)) <= 72
@@ -201,8 +201,8 @@ def test_text_plot_puts_points_where_they_are():
     assert lines[15].rstrip().endswith("*")
     assert lines[15].startswith(" 0 +")  # the bottom is the last point's 0
     middle = next(line for line in lines if "o" in line)
-    assert abs(middle.index("o") - (4 + 34)) <= 1  # half of the width, over the label 50
-    assert abs(lines[17].index("50") - (4 + 34)) <= 1
+    assert abs(middle.index("o") - (4 + 27)) <= 1  # at 40 % of the width, over the label 40
+    assert abs(lines[17].index("40") - (4 + 27)) <= 1
     assert lines[18].split() == ["*", "falls", "o", "flat"]
 
 
