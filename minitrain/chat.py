@@ -1,0 +1,298 @@
+"""Conversations to tokens, through the model's own chat template, with loss on what the assistant
+says.
+
+The conversation is rendered whole and tokenized once, since a header tokenized apart from its
+content can come out as other tokens than the model sees when it is used. What is learnt is found
+by character: a token counts when it lies wholly within an assistant's content and the end token
+behind it.
+
+Three kinds of string that no row can contain (they hold random digits) carry the bookkeeping
+through the template: marks around what is learnt, guards for control tokens that a message merely
+spells out, and names for the control tokens that the template itself writes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from datetime import datetime
+from pathlib import Path
+
+import jinja2
+import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+IGNORE = -100  # label of a position that has no loss
+RENDER_SECONDS = 10.0  # limit for one conversation; a template is a program that others wrote
+TODAY = datetime(2024, 7, 26)  # for strftime_now; a run resumed tomorrow must see the same tokens
+TRIMS = (str, str.strip, str.lstrip, str.rstrip)  # what templates do to a content
+GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+
+
+class ChatTemplate:
+    """Turn messages into token ids and labels; made by ChatTemplate.load.
+
+    template        Jinja source
+    tokenizer       corpus.Tokenizer
+    token_names     what the template may insert: bos_token, eos_token, ...
+    today           the day that strftime_now tells the template
+    """
+
+    def __init__(
+        self, template: str, tokenizer, token_names: dict[str, str], today: datetime = TODAY
+    ):
+        nonce = secrets.token_hex(8)
+        self.open, self.close = f"<{nonce}-open>", f"<{nonce}-close>"
+        added = json.loads(tokenizer.definition)["added_tokens"]
+        special = [token["content"] for token in added if token["special"]]
+        self._names = {text: f"<{nonce}-token-{n}>" for n, text in enumerate(special)}
+        self._guards = {text: f"<{nonce}-text-{n}>" for n, text in enumerate(special)}
+        self._replacements = self._names | {guard: text for text, guard in self._guards.items()}
+        ends = {token["content"] for token in added} | {token_names.get("eos_token", "")}
+        self._end = re.compile(f"{re.escape(self.close)}( ?{_any_of(ends - {''})})")
+        self._backend = _renamed_backend(tokenizer, self._names)
+        self._deadline, self._token_names = 0.0, token_names
+        self._has_generation = bool(GENERATION.search(template))
+        self._template = self._compile(template, today)
+
+    @classmethod
+    def load(cls, directory: Path, tokenizer, today: datetime = TODAY) -> ChatTemplate:
+        """Read the template and the names of the control tokens from a model's directory.
+
+        Raises    ValueError when there is no template or it is no Jinja
+        """
+        directory, settings = Path(directory), _settings(Path(directory))
+        template = _find_template(directory, settings)
+        if template is None:
+            raise ValueError(
+                f"rows of messages need a chat template, but {directory} has none. Copy "
+                "chat_template.jinja (or tokenizer_config.json with a chat_template) from a chat "
+                "model with the same tokenizer, or use rows of prompt and completion."
+            )
+        names = {key: value for key, value in settings.items() if key.endswith("_token")}
+        names = {k: v["content"] if isinstance(v, dict) else v for k, v in names.items()}
+        names = {key: value for key, value in names.items() if isinstance(value, str)}
+        try:
+            return cls(template, tokenizer, names, today)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(
+                f"the chat template of {directory} must be Jinja, but line {error.lineno} is not: "
+                f"{error.message}. Copy it again from where the model comes from."
+            ) from None
+
+    def encode(self, messages: list[dict]) -> tuple[list[int], list[int]]:
+        """Tokenize a whole conversation.
+
+        messages   [{"role", "content", ...}, ...]; further keys are handed to the template
+
+        Returns    ids, and labels: the id where it is learnt, else -100; not shifted
+        Raises     ValueError when the template refuses the messages, takes longer than
+                   RENDER_SECONDS, or does not let the assistant's content be found
+        """
+        marked = self._mark(self._guard(messages))
+        text, spans = self._unmark(_replace(marked, self._replacements))
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        labels, spans = [], [*spans, (len(text) + 1, len(text) + 1)]
+        current = 0  # the first span that does not end before the token
+        for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            while spans[current][1] < end:
+                current += 1
+            labels.append(token if begin >= spans[current][0] else IGNORE)
+        return encoding.ids, labels
+
+    def prompt(self, messages: list[dict]) -> list[int]:
+        """Tokenize a conversation up to where the assistant is to answer."""
+        marked = self._render(self._guard(messages), add_generation_prompt=True)
+        text, _ = self._unmark(_replace(marked, self._replacements))
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def _mark(self, messages: list[dict]) -> str:
+        """Render, with open and close around what is learnt."""
+        plain = self._render(messages)
+        if self._has_generation:
+            return plain
+        turns = sum(message["role"] == "assistant" for message in messages)
+        for trim in TRIMS:
+            wrapped = [
+                m | {"content": f"{self.open}{trim(m['content'])}{self.close}"}
+                if m["role"] == "assistant"
+                else m
+                for m in messages
+            ]
+            marked = self._render(wrapped)
+            text, spans = self._unmark(marked)
+            if text == plain and len(spans) == turns:
+                marked, ended = self._end.subn(rf"\1{self.close}", marked)
+                if ended == turns:
+                    return marked
+                raise ValueError(
+                    "the chat template must end each assistant's content with a control token, or "
+                    f"the model never learns to stop, but only {ended} of {turns} have one; add "
+                    "{{ eos_token }} to it"
+                )
+        raise ValueError(
+            "the chat template changes the assistant's content, so that what is to be learnt "
+            "cannot be found; put {% generation %} and {% endgeneration %} around it"
+        )
+
+    def _unmark(self, marked: str) -> tuple[str, list[tuple[int, int]]]:
+        """Take the marks out; where they were, as (begin, end) in the text without them."""
+        pieces = re.split(f"({self.open}|{self.close})", marked)
+        text, spans, begin = "", [], None
+        for piece in pieces:
+            if piece == self.open:
+                begin = len(text)
+            elif piece == self.close and begin is not None:
+                spans.append((begin, len(text)))
+                begin = None
+            elif piece != self.close:
+                text += piece
+        return text, spans
+
+    def _guard(self, value):
+        """Replace control tokens spelled out anywhere in the messages."""
+        if isinstance(value, str):
+            return _replace(value, self._guards)
+        if isinstance(value, list):
+            return [self._guard(item) for item in value]
+        if isinstance(value, dict):
+            return {key: self._guard(item) for key, item in value.items()}
+        return value
+
+    def _render(self, messages: list[dict], add_generation_prompt: bool = False) -> str:
+        self._deadline = time.monotonic() + RENDER_SECONDS
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._token_names,
+            )
+        except Exception as error:  # whatever a template does wrong with these messages
+            raise ValueError(str(error).rstrip(".") or type(error).__name__) from None
+
+    def _compile(self, template: str, today: datetime) -> jinja2.Template:
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": today.strftime,
+            "_tick": self._tick,
+            "_learn": lambda caller: f"{self.open}{caller()}{self.close}",
+        }
+        return environment.from_string(template)
+
+    def _tick(self) -> str:
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(f"it takes longer than {RENDER_SECONDS:g} s")
+        return ""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox in which every turn of a loop, and every call of a macro, looks at the clock."""
+
+    def _parse(self, source, name, filename):
+        tree = super()._parse(source, name, filename)
+        for node in list(tree.find_all((nodes.For, nodes.Macro))):
+            tick = nodes.Call(nodes.Name("_tick", "load"), [], [], None, None)
+            node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
+        return tree.set_environment(self)
+
+
+class _Generation(Extension):
+    """The block {% generation %} ... {% endgeneration %} around what the assistant says."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = nodes.Call(nodes.Name("_learn", "load"), [], [], None, None)
+        return nodes.CallBlock(call, [], [], body, lineno=line)
+
+
+def has_chat_template(directory: Path) -> bool:
+    """Whether a model's directory has a chat template."""
+    return _find_template(Path(directory), _settings(Path(directory))) is not None
+
+
+def _find_template(directory: Path, settings: dict) -> str | None:
+    """The template's source: chat_template.jinja, else the string or the list's default entry."""
+    if (directory / "chat_template.jinja").is_file():
+        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        if "default" not in named:
+            raise ValueError(
+                "a list of chat templates must have one named default, but "
+                f"{directory / 'tokenizer_config.json'} names only {', '.join(named) or 'none'}. "
+                "Rename the one to be used."
+            )
+        template = named["default"]
+    return template
+
+
+def _settings(directory: Path) -> dict:
+    """tokenizer_config.json, with names of tokens that only special_tokens_map.json gives."""
+    settings = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = directory / name
+        try:
+            settings |= json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{path} must be a JSON object: {error}. Copy it again from the model."
+            ) from None
+    return settings
+
+
+def _renamed_backend(tokenizer, names: dict[str, str]) -> tokenizers.Tokenizer:
+    """The tokenizer with its control tokens under other names, so that the spelled-out ones are
+    plain text.
+    """
+    parts = json.loads(tokenizer.definition)
+    parts |= {"post_processor": None, "truncation": None, "padding": None}
+    for token in parts["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = parts["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(text, text): n for text, n in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(text, text), *rest] for text, *rest in model["vocab"]]
+    if model.get("unk_token"):
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    backend = tokenizers.Tokenizer.from_str(json.dumps(parts))
+    for text, name in names.items():
+        same = backend.token_to_id(name) == tokenizer.backend.token_to_id(text)
+        assert same, f"control token {text} got another id"
+    return backend
+
+
+def _any_of(texts) -> str:
+    """A pattern for one of the texts, the longest that fits; none fits an empty set."""
+    if not texts:
+        return "(?!)"
+    return f"(?:{'|'.join(map(re.escape, sorted(texts, key=len, reverse=True)))})"
+
+
+def _replace(text: str, replacements: dict[str, str]) -> str:
+    """Replace many strings at once, so that nothing put in is replaced again."""
+    return re.sub(_any_of(replacements), lambda match: replacements[match.group()], text)
+
+
+def _raise_exception(message: str):
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """jinja2's own filter would escape <, > and & for HTML."""
+    options = {"ensure_ascii": ensure_ascii, "indent": indent}
+    return json.dumps(value, separators=separators, sort_keys=sort_keys, **options)
