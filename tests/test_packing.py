@@ -87,6 +87,15 @@ def test_text_rows_find_their_documents_by_eos(tmp_path):
     assert (shifted(rows) != -100).sum() == 5
 
 
+@pytest.mark.parametrize("lengths", [[4, 4], [4, 3, 1, 4], [3, 2, 7], [12], [1, 1, 1, 1, 4]])
+def test_loss_tokens_of_a_stream(tmp_path, lengths):
+    """Red when a document that ends with its row is counted as a border inside one."""
+    paths = write(tmp_path / "a.jsonl", [{"text": "x" * (length - 1)} for length in lengths])
+    dataset = open_dataset(paths, Letters(), 4)
+    count = (shifted(dataset.rows(range(dataset.num_rows))) != -100).sum()
+    assert f" {count} of them with loss" in dataset.summary
+
+
 @pytest.mark.parametrize("pack", [True, False])
 def test_eos_that_is_also_the_padding_keeps_its_label(tmp_path, pack):
     """Red when padding is told from text by its id: the real eos would not be learnt (case 14)."""
