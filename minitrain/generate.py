@@ -166,3 +166,24 @@ def _check(
             "one token cannot be split over tp along the sequence. Save the model and sample from "
             "its directory, or train without splitting activations."
         )
+
+
+def stream_text(
+    decode: Callable[[list[int]], str], prompt_ids: list[int], new_ids: Iterator[int]
+) -> Iterator[str]:
+    """Yield the text of each new token as it comes, as soon as its characters are whole.
+
+    decode       ids -> text
+    prompt_ids   what came before: some tokens read differently at the start of a text
+    """
+    ids = list(prompt_ids)[-8:]
+    shown = decode(ids)
+    for token in new_ids:
+        ids.append(token)
+        text = decode(ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character's first bytes
+            yield text[len(shown) :]
+            ids = ids[-8:]
+            shown = decode(ids)
+    if rest := decode(ids)[len(shown) :]:
+        yield rest
