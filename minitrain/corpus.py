@@ -249,10 +249,11 @@ def _questions_in(node: ast.AST, prefix: str) -> Iterator[tuple[str, str | None]
         if kind is None or child.name.startswith("_"):
             continue
         name = f"{prefix}.{child.name}"
+        answer = ast.get_docstring(child)
         question = f"What is the Python class {name} for?"
-        if kind == "function":
+        if answer and kind == "function":
             question = f"What does the Python function {name}({ast.unparse(child.args)}) do?"
-        yield question, ast.get_docstring(child)
+        yield question, answer
         if kind == "class":
             yield from _questions_in(child, name)
 

@@ -136,11 +136,16 @@ def test_held_out_files_are_never_trained_on():
     }
 
 
-def test_chat_rows_come_from_their_own_part():
+def test_chat_rows_come_from_their_own_part(monkeypatch):
     """Red when held-out docstrings are learnt as answers, or questions repeat an answer."""
+    parts = corpus.stdlib_documents()
+    files = [f for f in parts[0] if f[0].startswith(("asyncio", "email", "random", "queue"))]
+    repeated = ("copy_of_random.py", dict(parts[1])["random.py"])  # answers that both parts have
+    monkeypatch.setattr(corpus, "stdlib_documents", lambda: ([*files, repeated], parts[1]))
     train, heldout = (list(corpus.stdlib_chat_rows(part)) for part in (False, True))
     answers = [[row["messages"][1]["content"] for row in rows] for rows in (train, heldout)]
-    assert len(train) > 2000 and len(heldout) > 50
+    assert len(train) > 100 and len(heldout) > 50
+    assert any("random" in row["messages"][0]["content"] for row in train)
     assert len(set(answers[0])) == len(answers[0])
     assert {len(row["messages"]) for row in train} == {2}
     assert not set(answers[0]) & set(answers[1])
