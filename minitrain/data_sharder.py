@@ -68,16 +68,15 @@ def shift_labels(labels_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
     return shifted.masked_fill(starts_document, IGNORE)
 
 
-def shard_batch(rows, mesh: Mesh, multiple: int = 1) -> Batch:
+def shard_batch(rows, mesh: Mesh) -> Batch:
     """Cut this rank's share out of a global batch that every rank can build by itself.
 
     rows           anything with input_ids [B, S] and, if it has them, labels (not shifted, -100 =
                    no loss; default: every token counts), position_ids (restart at 0 with each
                    document) and documents (None: one a row)
-    multiple       pad S with masked labels to a multiple of this as well as of sp (tp, when
-                   activations are split over it)
 
-    Returns        Batch on the host, [B / dp, S / sp]
+    Returns        Batch on the host, [B / dp, S / sp], S padded with masked labels to a multiple of
+                   sp * tp (tp may split the activations)
     Raises         ValueError when dp does not divide the rows
     """
     ids = torch.as_tensor(rows.input_ids)
@@ -95,7 +94,7 @@ def shard_batch(rows, mesh: Mesh, multiple: int = 1) -> Batch:
     )
     labels = shift_labels(labels, positions)
 
-    pad = -length % (mesh.sp.size * multiple)
+    pad = -length % (mesh.sp.size * mesh.tp.size)
     whole = [
         F.pad(ids, (0, pad)),
         F.pad(labels, (0, pad), value=IGNORE),

@@ -102,6 +102,10 @@ class Device:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
+    def peak_flops(self) -> float | None:
+        """bf16 operations per second that the maker states; None when unknown."""
+        return None
+
     def random_state(self) -> Tensor:
         """State of the generator that dropout draws from on this device, a byte tensor on the host."""
         return torch.get_rng_state()
@@ -124,6 +128,11 @@ class CudaDevice(Device):
 
     def memory_peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated()
+
+    def peak_flops(self) -> float | None:
+        name = torch.cuda.get_device_name()
+        known = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
+        return next((peak for part, peak in known.items() if part in name), None)
 
     def random_state(self) -> Tensor:
         return torch.cuda.get_rng_state()

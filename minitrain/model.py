@@ -278,3 +278,17 @@ class CausalLM(nn.Module):
     ) -> Tensor:
         """Return logits_bsv."""
         return self.lm_head(self.hidden(input_ids_bs, position_ids_bs, documents_bS))
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """Floating-point operations of one token's forward and backward pass.
+
+    6 for each weight that multiplies (2 forward, 4 backward; the head counts, the embedding look-up
+    does not), and for attention 6 H K S a layer: half of 12 H K S, since a token sees half the row.
+
+    Source   PaLM (Chowdhery et al. 2022), appendix B
+    """
+    D, H, G, K = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    block = D * K * (2 * H + 2 * G) + 3 * D * config.intermediate_size
+    weights = config.num_layers * block + D * config.vocab_size
+    return 6 * weights + 6 * config.num_layers * H * K * seq_len

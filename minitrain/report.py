@@ -1,0 +1,72 @@
+"""What a run says about itself: the record of a step, and the words at the end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minitrain.dataset import Dataset
+from minitrain.generate import generate
+from minitrain.log import read_metrics, text_plot
+from minitrain.mesh import Mesh
+from minitrain.model import CausalLM, ModelConfig, flops_per_token
+
+PROMPT_TOKENS, NEW_TOKENS = 48, 64
+
+
+def step_record(
+    step: int,
+    metrics: dict[str, Tensor],
+    seconds: float,
+    model_config: ModelConfig,
+    config,
+    mesh: Mesh,
+) -> dict:
+    """One line of metrics.jsonl, from what train_step returned; reading it waits for the device.
+
+    seconds   wall time of the step
+
+    Raises    FloatingPointError when the gradient was not finite and --on-nonfinite is stop
+    """
+    tokens = config.batch_size * config.seq_len
+    flops = tokens * flops_per_token(model_config, config.seq_len)
+    peak = mesh.device.peak_flops()
+    loss_tokens = int(metrics["loss_tokens"])
+    record = {
+        "step": step,
+        "loss": float(metrics["loss"]) if loss_tokens else None,
+        "grad_norm": float(metrics["grad_norm"]),
+        "lr": float(metrics["lr"]),
+        "loss_tokens": loss_tokens,
+        "tokens_seen": step * tokens,
+        "tokens_per_second": tokens / seconds,
+        "step_seconds": seconds,
+        "mfu": flops / seconds / (peak * mesh.world_size) if peak else None,
+        "memory_peak_bytes": mesh.device.memory_peak_bytes(),
+        "skipped": bool(metrics["skipped"]),
+    }
+    if record["skipped"] and loss_tokens and config.on_nonfinite == "stop":
+        raise FloatingPointError(
+            f"the gradient norm of step {step} is {record['grad_norm']} and --on-nonfinite is stop; "
+            "the weights are those before the step. Lower --lr, or pass --on-nonfinite skip."
+        )
+    return record
+
+
+@torch.no_grad()
+def final_words(model: CausalLM, tokenizer, rows: Dataset, config, mesh: Mesh) -> str:
+    """A continuation of a held-out prompt (one process only), the loss curve, where the model is."""
+    parts = []
+    if tokenizer is not None and mesh.world_size == 1:
+        prompt = rows.rows([0]).input_ids[0, :PROMPT_TOKENS].tolist()
+        more = generate(model, prompt, NEW_TOKENS, temperature=0.0, eos_id=tokenizer.eos_id)
+        parts += ["held-out prompt:", tokenizer.decode(prompt)]
+        parts += ["its continuation by the model:", tokenizer.decode(more)]
+    records = read_metrics(config.out / "metrics.jsonl") if mesh.rank == 0 else []
+    curves = {
+        name: [(r["step"], r[key]) for r in records if r.get(key) is not None]
+        for name, key in (("loss", "loss"), ("held-out loss", "eval_loss"))
+    }
+    parts.append(text_plot({name: points for name, points in curves.items() if points}))
+    parts.append(f"final weights: {config.out / 'final'}")
+    return "\n".join(parts)

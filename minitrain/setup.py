@@ -1,0 +1,219 @@
+"""From settings to the objects of a run: everything main() needs before the first step.
+
+All checks on settings are here and run on every rank alike, before process groups and memory are
+made, so that a mistake ends in one sentence instead of a hang.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from minitrain.corpus import Tokenizer, embedded_corpus
+from minitrain.dataset import Dataset, open_dataset
+from minitrain.huggingface import load_model, resolve_model
+from minitrain.launch import barrier, launched_rank
+from minitrain.log import RunLog
+from minitrain.mesh import Mesh, ShardSpec, check_layout, check_model
+from minitrain.model import CausalLM, ModelConfig
+from minitrain.model_sharder import fill_weights, random_weights, shard_model
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+# Shapes to train from scratch. "tiny" is the main job's: 4.0 million parameters.
+PRESETS = {
+    "tiny": ModelConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=768,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        tie_embeddings=True,
+    ),
+    "smollm2-135m": ModelConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        max_position=8192,
+        rope_theta=100000.0,
+        tie_embeddings=True,
+    ),
+    "llama-3.2-1b": ModelConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        max_position=131072,
+        rope_theta=500000.0,
+        tie_embeddings=True,
+    ),
+}
+
+
+def check_settings(config, world_size: int) -> None:
+    """Refuse settings that cannot work, before anything is made.
+
+    config       scripts/train.py's TrainConfig
+    world_size   processes that were started
+
+    Raises       ValueError with the rule, the numbers and the fix
+    """
+    dp = check_layout(world_size, config.sp, config.tp)
+    positive = ("steps", "batch_size", "micro_batch_size", "lr", "max_grad_norm", "log_every")
+    for name in positive:
+        if not getattr(config, name) > 0:
+            raise ValueError(f"{_flag(name)} must be positive, not {getattr(config, name)}.")
+    not_negative = ("tile_tokens", "warmup_steps", "weight_decay", "eval_every", "adam_eps", "seed")
+    for name in not_negative:
+        if not getattr(config, name) >= 0:
+            raise ValueError(f"{_flag(name)} must not be negative, not {getattr(config, name)}.")
+    if not math.isfinite(config.lr):
+        raise ValueError(f"--lr must be a finite number, not {config.lr}.")
+    if not all(0 <= beta < 1 for beta in config.adam_betas):
+        raise ValueError(
+            f"--adam-betas must be two numbers from 0 to below 1: {config.adam_betas}."
+        )
+    if config.seq_len < 2:
+        raise ValueError(
+            f"--seq-len must be at least 2, not {config.seq_len}: position t predicts token t + 1."
+        )
+    if config.batch_size % (dp * config.micro_batch_size):
+        unit = dp * config.micro_batch_size
+        raise ValueError(
+            f"the batch must be a multiple of dp * micro-batch: {config.batch_size} rows, "
+            f"dp {dp} * {config.micro_batch_size} = {unit}. Pass --batch-size "
+            f"{-(-config.batch_size // unit) * unit}, or a smaller --micro-batch-size."
+        )
+    if config.model in PRESETS:
+        model = PRESETS[config.model]
+        check_model(
+            config.sp, config.tp, model.num_heads, model.num_kv_heads, model.intermediate_size
+        )
+    check_out(config.out)
+
+
+def check_out(out: Path) -> None:
+    """Refuse a run directory that already holds a run, or that cannot be one.
+
+    Raises   ValueError
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; pass a directory.")
+    if (out / "metrics.jsonl").exists():
+        raise ValueError(
+            f"--out {out} already holds a run. Pass --resume to go on with it, or another --out."
+        )
+
+
+def start_run(config, mesh: Mesh, script: Path) -> RunLog:
+    """Make the run directory on rank 0 (config.json, a copy of the script) and say what will be
+    done.
+    """
+    if mesh.rank == 0:
+        config.out.mkdir(parents=True, exist_ok=True)
+        settings = json.dumps(asdict(config), indent=1, default=str)
+        (config.out / "config.json").write_text(settings + "\n", encoding="utf-8")
+        if script.resolve() != (config.out / "train.py").resolve():
+            shutil.copyfile(script, config.out / "train.py")
+    log = RunLog(config.out, mesh.rank, config.steps, log_every=config.log_every)
+    log.say(f"{mesh.describe()}\n{describe_batch(config, mesh)}")
+    return log
+
+
+def describe_batch(config, mesh: Mesh) -> str:
+    """What follows from the settings, in words."""
+    rows, micro = config.batch_size, config.micro_batch_size
+    tokens = rows * config.seq_len
+    count = rows // (mesh.dp.size * micro)
+    plural = ("es" if count > 1 else "", "s" if micro > 1 else "")
+    return (
+        f"{rows:,} rows x {config.seq_len:,} tokens = {tokens:,} tokens a step: "
+        f"dp {mesh.dp.size} x {count} micro-batch{plural[0]} of {micro} row{plural[1]}"
+    )
+
+
+def open_data(
+    config, model_dir: Path | None, model_config: ModelConfig, log
+) -> tuple[Tokenizer | None, Dataset, Dataset | None]:
+    """Open the training and held-out rows with the model's tokenizer, or the embedded corpus' own.
+
+    Returns   tokenizer or None, training rows, held-out rows or None
+    """
+    vocab_size, tokenizer = model_config.vocab_size, None
+    train, held_out = list(config.data), list(config.eval_data)
+    if model_dir is None:
+        if launched_rank() == 0:
+            embedded_corpus(config.out, vocab_size)  # the other ranks find what rank 0 has made
+        barrier()
+        tokenizer, train_file, held_out_file, words = embedded_corpus(config.out, vocab_size)
+        if not train:
+            train, held_out = [train_file], held_out or [held_out_file]
+            log.say(words)
+    elif (model_dir / "tokenizer.json").exists():
+        tokenizer = Tokenizer.load(model_dir)
+    if not train:
+        raise ValueError(f"--model {config.model} needs --data: .txt, .jsonl or .bin files.")
+
+    def rows(paths: list[Path], what: str) -> Dataset:
+        data = open_dataset(
+            paths,
+            tokenizer,
+            config.seq_len,
+            pack=config.pack,
+            shuffle=config.shuffle,
+            seed=config.seed,
+            on_bad_row=config.on_bad_row,
+            vocab_size=vocab_size,
+        )
+        log.say(f"{what}: {data.summary}")
+        return data
+
+    return tokenizer, rows(train, "training"), rows(held_out, "held out") if held_out else None
+
+
+def make_model(config, mesh: Mesh) -> tuple[CausalLM, ShardSpec, Path | None]:
+    """Make this rank's share of the model: a preset with random weights, or a directory's weights.
+
+    Returns   model, ShardSpec, and the model directory; None for a preset. The same model on every
+              layout
+    """
+    dtype, split = DTYPES[config.dtype], config.tp_split_activations
+    if config.model not in PRESETS:
+        directory = resolve_model(config.model)
+        model, spec = load_model(directory, mesh, mesh.device, dtype, split_activations=split)
+        return model, spec, directory
+    with torch.device("meta"):
+        model = CausalLM(PRESETS[config.model])
+    spec = shard_model(model, mesh, split_activations=split)
+    reader = random_weights(model.config, spec.shapes, config.seed)
+    fill_weights(model, spec, mesh, mesh.device.torch_device, dtype, reader)
+    return model, spec, None
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def run_main(main, config) -> None:
+    """Run main(config); a user's mistake becomes one sentence from rank 0 and exit status 1."""
+    try:
+        main(config)
+    except (ValueError, OSError) as error:
+        if launched_rank() == 0:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)

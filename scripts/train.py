@@ -1,0 +1,283 @@
+"""Train a causal language model: the settings, the step, the loop. Copy this file and change it.
+
+python scripts/train.py                                           the main job, no download
+python scripts/train.py --help                                    every flag
+torchrun --nproc_per_node 4 scripts/train.py --sp 2 --tp 2        on four processes
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from torch import Tensor
+
+from minitrain.bf16_optimizer import BF16Optimizer
+from minitrain.collectives import all_reduce
+from minitrain.data_sharder import Batch, shard_batch
+from minitrain.dataset import Dataset
+from minitrain.device import pick_device
+from minitrain.grad_clipper import clip_grad_norm_
+from minitrain.grad_reducer import gather_params, reduce_main_grads
+from minitrain.huggingface import save_model
+from minitrain.launch import init_distributed, launched_world_size, set_timeout, shut_down
+from minitrain.log import RunLog
+from minitrain.loss_reducer import count_tokens, head_cross_entropy_sum
+from minitrain.mesh import Axis, Mesh, ShardSpec, init_mesh
+from minitrain.model import CausalLM
+from minitrain.report import final_words, step_record
+from minitrain.schedule import learning_rate
+from minitrain.setup import check_settings, make_model, open_data, run_main, start_run
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a causal language model. Without arguments: a small Llama on Python's own source files."""
+
+    model: str = "tiny"
+    """What to train: a preset (tiny, smollm2-135m, llama-3.2-1b: random weights), a Hugging Face
+    directory, or a hub id.
+    """
+    data: tuple[Path, ...] = ()
+    """Training files: .txt, .jsonl, .bin token files. None: the standard library's sources."""
+    eval_data: tuple[Path, ...] = ()
+    """Held-out files of the same kinds; each row counts once, weighted by its loss tokens."""
+    out: Path = Path("runs/default")
+    """Run directory: metrics.jsonl, config.json, train.py, checkpoints, final/. Must not hold a
+    run.
+    """
+
+    steps: int = 300
+    """Updates of the weights. The data starts again, in a new order, when it ends."""
+    batch_size: int = 16
+    """Rows of the global batch, over all processes and micro-batches: a multiple of dp *
+    micro-batch-size.
+    """
+    micro_batch_size: int = 4
+    """Rows per forward and backward on one rank. Changes memory and speed, never the numbers."""
+    seq_len: int = 256
+    """Tokens per row, at least 2; padded to a multiple of sp."""
+    pack: bool = True
+    """Fill rows with several documents that do not see each other; off: one document a row, padded.
+    """
+    shuffle: bool = True
+    """A fresh complete permutation of the rows each epoch, from the seed; off: file order."""
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    """What to do with a row that cannot be used: stop with its file and line, or skip and count it.
+    """
+
+    lr: float = 3e-3
+    """Peak learning rate, per update."""
+    warmup_steps: int = 20
+    """Updates over which the rate rises linearly to lr: update n of w has lr * n / w."""
+    schedule: Literal["constant", "cosine", "wsd"] = "cosine"
+    """After warm-up: constant; cosine to a tenth of lr at the last step; wsd: constant, then linear
+    to zero over the last fifth of steps.
+    """
+    weight_decay: float = 0.1
+    """AdamW's decay per update, times the rate; on matrices only, not on norms and biases."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment, each from 0 to below 1."""
+    adam_eps: float = 1e-8
+    """Added to the root of the second moment."""
+    max_grad_norm: float = 1.0
+    """Largest L2 norm of the whole gradient; longer ones are scaled down. inf: never (the norm is
+    still logged).
+    """
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """When the gradient holds an inf or NaN: skip that update on all ranks, or stop the run."""
+
+    sp: int = 1
+    """Ulysses sequence parallelism: ranks that share each row. sp * tp must divide the processes
+    and the query heads; dp is what is left.
+    """
+    tp: int = 1
+    """Tensor parallelism: ranks that share each matrix."""
+    tp_split_activations: bool = False
+    """Keep activations between blocks split over tp along the sequence: less memory. Rows are then
+    padded to sp * tp.
+    """
+    shard_optimizer: bool = True
+    """Split masters and moments over dp * sp (ZeRO-1). The same numbers either way."""
+
+    dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
+    """Of parameters and activations. bf16 trains float32 masters; fp64 is for checking: everything
+    is float64.
+    """
+    tile_tokens: int = 1024
+    """Tokens whose logits exist at one time; 0: all. Changes memory, not the loss."""
+
+    eval_every: int = 100
+    """Steps between evaluations on eval-data; 0: only before the first step and after the last."""
+    log_every: int = 10
+    """Steps between lines of progress where there is no terminal; metrics.jsonl has every step."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda when there is one, else cpu."""
+    timeout_minutes: float = 10.0
+    """How long a collective may take in training before the run ends; start-up has half an hour."""
+    seed: int = 0
+    """Fixes initial weights and the order of the data, on every layout alike."""
+
+
+def train_step(
+    model: CausalLM,
+    optimizer: BF16Optimizer,
+    micro_batches: list[Batch],
+    mesh: Mesh,
+    shard_spec: ShardSpec,
+    config: TrainConfig,
+) -> dict[str, Tensor]:
+    """Make one update from one global batch, of which this rank has its share as micro-batches.
+
+    Returns   one-element tensors, equal on every rank: loss (nats per loss token), grad_norm
+              (before clipping), lr, loss_tokens, skipped. Reading them is the only thing that
+              waits.
+    """
+    # 1. Count the loss tokens of the whole step: all micro-batches, all ranks.
+    loss_tokens = count_tokens(micro_batches, mesh.dp_sp)
+    divisor = loss_tokens.clamp(min=1)
+
+    # 2. Forward and backward, a micro-batch at a time. Losses are sums, divided once and globally;
+    #    the gradients add up in float32 main gradients.
+    loss_sum = torch.zeros((), device=divisor.device)
+    for batch in micro_batches:
+        hidden = model.hidden(batch.input_ids, batch.position_ids, batch.documents)
+        micro_loss_sum = head_cross_entropy_sum(
+            hidden,
+            model.lm_head.weight,
+            batch.labels,
+            mesh.tp,
+            tile_tokens=config.tile_tokens,
+            vocab_size=model.config.vocab_size,
+        )
+        (micro_loss_sum / divisor).backward()
+        optimizer.accumulate_grads()
+        loss_sum = loss_sum + micro_loss_sum.detach()
+        mesh.device.sync()
+
+    # 3. Sum over the ranks that saw other tokens. Never average.
+    loss = all_reduce(loss_sum, mesh.dp_sp) / divisor
+    grads = reduce_main_grads(optimizer, mesh.dp_sp)
+
+    # 4. One norm for the whole model, then clip: after the sum, before the update.
+    sharded = optimizer.num_shards > 1
+    grad_norm = clip_grad_norm_(grads, shard_spec, mesh, config.max_grad_norm, pieces=sharded)
+
+    # 5. Update the masters and round them into the model, unless there is nothing to learn from or
+    #    the gradient is not finite: then nothing changes, and all ranks agree as the norm is
+    # global.
+    skipped = (loss_tokens == 0) | ~torch.isfinite(grad_norm)
+    lr = learning_rate(optimizer.updates, config)
+    optimizer.step(lr, skipped)
+    gather_params(optimizer, mesh.dp_sp)
+    mesh.device.sync()
+    return {
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "lr": lr,
+        "loss_tokens": loss_tokens,
+        "skipped": skipped,
+    }
+
+
+@torch.no_grad()
+def evaluate(model: CausalLM, data: Dataset, mesh: Mesh, config: TrainConfig) -> dict[str, float]:
+    """Loss on held-out rows: each row once, weighted by loss tokens, equal on every rank."""
+    loss_sum, tokens = 0.0, 0
+    for rows in data.evaluation_batches(mesh.dp.size * config.micro_batch_size):
+        batch = shard_batch(rows, mesh).to(mesh.device.torch_device)
+        hidden = model.hidden(batch.input_ids, batch.position_ids, batch.documents)
+        loss_sum += head_cross_entropy_sum(
+            hidden,
+            model.lm_head.weight,
+            batch.labels,
+            mesh.tp,
+            tile_tokens=config.tile_tokens,
+            vocab_size=model.config.vocab_size,
+        )
+        tokens += count_tokens([batch], mesh.dp_sp)
+    loss = all_reduce(loss_sum, mesh.dp_sp) / tokens
+    return {"eval_loss": loss.item(), "eval_tokens": int(tokens)}
+
+
+def train(
+    model: CausalLM,
+    optimizer: BF16Optimizer,
+    shard_spec: ShardSpec,
+    train_rows: Dataset,
+    held_out_rows: Dataset | None,
+    mesh: Mesh,
+    config: TrainConfig,
+    log: RunLog,
+) -> None:
+    """The loop: rows, step, metrics, evaluation."""
+    if held_out_rows:
+        log.evaluation({"step": 0, **evaluate(model, held_out_rows, mesh, config)})
+    started, unread = time.perf_counter(), None
+    for step in range(1, config.steps + 1):
+        batch = shard_batch(train_rows.batch(step - 1, config.batch_size), mesh)
+        micro_batches = batch.to(mesh.device.torch_device).split(config.micro_batch_size)
+        metrics = train_step(model, optimizer, micro_batches, mesh, shard_spec, config)
+        if unread:  # the step before, read while the device computes this one
+            log.step(step_record(*unread, model.config, config, mesh))
+        pause = step == config.steps or (config.eval_every and step % config.eval_every == 0)
+        if pause:
+            mesh.device.wait()
+        now = time.perf_counter()
+        unread, started = (step, metrics, now - started), now
+        if pause:
+            log.step(step_record(*unread, model.config, config, mesh))
+            if held_out_rows:
+                log.evaluation({"step": step, **evaluate(model, held_out_rows, mesh, config)})
+            unread, started = None, time.perf_counter()
+
+
+def adamw(config: TrainConfig, device: torch.device) -> Callable[[list[dict]], torch.optim.AdamW]:
+    """What BF16Optimizer makes its optimizer with; the rate is a tensor, so that it never
+    recompiles.
+    """
+    return lambda groups: torch.optim.AdamW(
+        groups,
+        lr=torch.tensor(
+            config.lr,
+            dtype=torch.float64 if config.dtype == "fp64" else torch.float32,
+            device=device,
+        ),
+        betas=config.adam_betas,
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def main(config: TrainConfig) -> None:
+    """Check, set up, train, and leave a Hugging Face directory in out/final."""
+    check_settings(config, launched_world_size())
+    device = pick_device(config.device)
+    init_distributed(device)
+    mesh = init_mesh(config.sp, config.tp, device)
+    log = start_run(config, mesh, Path(__file__))
+
+    model, shard_spec, model_dir = make_model(config, mesh)
+    tokenizer, train_rows, held_out_rows = open_data(config, model_dir, model.config, log)
+    shards = mesh.dp_sp if config.shard_optimizer else Axis("none")
+    make_optimizer = adamw(config, device.torch_device)
+    optimizer = BF16Optimizer(model.named_parameters(), make_optimizer, shards.size, shards.rank)
+    set_timeout(60 * config.timeout_minutes)
+
+    train(model, optimizer, shard_spec, train_rows, held_out_rows, mesh, config, log)
+    save_model(
+        config.out / "final", model, shard_spec, mesh, source_dir=model_dir, tokenizer=tokenizer
+    )
+    log.say(final_words(model, tokenizer, held_out_rows or train_rows, config, mesh))
+    log.close()
+    shut_down()
+
+
+if __name__ == "__main__":
+    run_main(main, tyro.cli(TrainConfig))
