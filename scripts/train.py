@@ -94,34 +94,75 @@ class TrainConfig:
 
     sp: int = 1
     """Ulysses sequence parallelism: ranks that share each row. sp * tp must divide the processes
-    and the query heads; dp is what is left.
-    """
+    and
+    the model's query heads; dp is what is left."""
     tp: int = 1
     """Tensor parallelism: ranks that share each matrix."""
     tp_split_activations: bool = False
-    """Keep activations between blocks split over tp along the sequence: less memory. Rows are then
-    padded to sp * tp.
-    """
+    """Keep activations between blocks split over tp along the sequence: less memory."""
     shard_optimizer: bool = True
     """Split masters and moments over dp * sp (ZeRO-1). The same numbers either way."""
 
     dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
-    """Of parameters and activations. bf16 trains float32 masters; fp64 is for checking: everything
-    is float64.
+    """Of parameters and activations. bf16 trains fp32 masters; fp64, for checking, is all float64.
     """
+    activation_checkpointing: Literal["none", "full", "offload"] = "none"
+    """full: keep only each block's input and compute the rest again in the backward pass; offload:
+    keep those inputs in host memory. Changes memory and speed, not the numbers."""
     tile_tokens: int = 1024
-    """Tokens whose logits exist at one time; 0: all. Changes memory, not the loss."""
+    """Tokens per tile of the loss and the MLP, which hold one tile at a time; 0: no tiles."""
+    compile: bool = False
+    """Compile each block with torch.compile; the first step then takes longer."""
+
+    lora_rank: int = 0
+    """Rank of LoRA adapters; only these are trained. 0: full fine-tuning."""
+    lora_alpha: float = 16.0
+    """Adapters are scaled by alpha / rank."""
+    lora_dropout: float = 0.0
+    """Share of an adapter's inputs set to zero in training, from 0 to below 1."""
+    lora_targets: tuple[str, ...] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    """Names of the linear layers that get adapters."""
+
+    save_every: int = 0
+    """Steps between checkpoints, written in the background; 0: only when the run is interrupted."""
+    keep_last: int = 2
+    """Checkpoints to keep, at least 1; the newest whole one is never deleted."""
+    resume: bool = False
+    """Go on from the newest whole checkpoint in out, on any layout; without one, start."""
+    resume_anyway: bool = False
+    """Resume although a setting that shapes the run (data, batch, seed, schedule) has changed."""
 
     eval_every: int = 100
     """Steps between evaluations on eval-data; 0: only before the first step and after the last."""
     log_every: int = 10
     """Steps between lines of progress where there is no terminal; metrics.jsonl has every step."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda when there is one, else cpu."""
+    device: Literal["auto", "cpu", "cuda", "xla", "neuron"] = "auto"
+    """auto: cuda or neuron when there is one, else cpu; xla (torch-xla) only when asked for."""
     timeout_minutes: float = 10.0
     """How long a collective may take in training before the run ends; start-up has half an hour."""
     seed: int = 0
     """Fixes initial weights and the order of the data, on every layout alike."""
+
+
+def summed_loss(model: CausalLM, batch: Batch, mesh: Mesh, config: TrainConfig) -> Tensor:
+    """Cross-entropy of a micro-batch in nats, summed over this rank's loss tokens: never a mean."""
+    hidden = model.hidden(batch.input_ids, batch.position_ids, batch.documents)
+    return head_cross_entropy_sum(
+        hidden,
+        model.lm_head.weight,
+        batch.labels,
+        mesh.tp,
+        tile_tokens=config.tile_tokens,
+        vocab_size=model.config.vocab_size,
+    )
 
 
 def train_step(
@@ -146,15 +187,7 @@ def train_step(
     #    the gradients add up in float32 main gradients.
     loss_sum = torch.zeros((), device=divisor.device)
     for batch in micro_batches:
-        hidden = model.hidden(batch.input_ids, batch.position_ids, batch.documents)
-        micro_loss_sum = head_cross_entropy_sum(
-            hidden,
-            model.lm_head.weight,
-            batch.labels,
-            mesh.tp,
-            tile_tokens=config.tile_tokens,
-            vocab_size=model.config.vocab_size,
-        )
+        micro_loss_sum = summed_loss(model, batch, mesh, config)
         (micro_loss_sum / divisor).backward()
         optimizer.accumulate_grads()
         loss_sum = loss_sum + micro_loss_sum.detach()
@@ -191,15 +224,7 @@ def evaluate(model: CausalLM, data: Dataset, mesh: Mesh, config: TrainConfig) ->
     loss_sum, tokens = 0.0, 0
     for rows in data.evaluation_batches(mesh.dp.size * config.micro_batch_size):
         batch = shard_batch(rows, mesh).to(mesh.device.torch_device)
-        hidden = model.hidden(batch.input_ids, batch.position_ids, batch.documents)
-        loss_sum += head_cross_entropy_sum(
-            hidden,
-            model.lm_head.weight,
-            batch.labels,
-            mesh.tp,
-            tile_tokens=config.tile_tokens,
-            vocab_size=model.config.vocab_size,
-        )
+        loss_sum += summed_loss(model, batch, mesh, config)
         tokens += count_tokens([batch], mesh.dp_sp)
     loss = all_reduce(loss_sum, mesh.dp_sp) / tokens
     return {"eval_loss": loss.item(), "eval_tokens": int(tokens)}
