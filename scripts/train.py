@@ -41,35 +41,30 @@ class TrainConfig:
 
     model: str = "tiny"
     """What to train: a preset (tiny, smollm2-135m, llama-3.2-1b: random weights), a Hugging Face
-    directory, or a hub id.
-    """
+    directory, or a hub id."""
     data: tuple[Path, ...] = ()
     """Training files: .txt, .jsonl, .bin token files. None: the standard library's sources."""
     eval_data: tuple[Path, ...] = ()
     """Held-out files of the same kinds; each row counts once, weighted by its loss tokens."""
     out: Path = Path("runs/default")
     """Run directory: metrics.jsonl, config.json, train.py, checkpoints, final/. Must not hold a
-    run.
-    """
+    run."""
 
     steps: int = 300
     """Updates of the weights. The data starts again, in a new order, when it ends."""
     batch_size: int = 16
     """Rows of the global batch, over all processes and micro-batches: a multiple of dp *
-    micro-batch-size.
-    """
+    micro-batch-size."""
     micro_batch_size: int = 4
     """Rows per forward and backward on one rank. Changes memory and speed, never the numbers."""
     seq_len: int = 256
     """Tokens per row, at least 2; padded to a multiple of sp."""
     pack: bool = True
-    """Fill rows with several documents that do not see each other; off: one document a row, padded.
-    """
+    """Fill rows with several documents that do not see each other; off: one document a row, padded."""
     shuffle: bool = True
     """A fresh complete permutation of the rows each epoch, from the seed; off: file order."""
     on_bad_row: Literal["stop", "skip"] = "stop"
-    """What to do with a row that cannot be used: stop with its file and line, or skip and count it.
-    """
+    """What to do with a row that cannot be used: stop with its file and line, or skip and count it."""
 
     lr: float = 3e-3
     """Peak learning rate, per update."""
@@ -77,8 +72,7 @@ class TrainConfig:
     """Updates over which the rate rises linearly to lr: update n of w has lr * n / w."""
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
     """After warm-up: constant; cosine to a tenth of lr at the last step; wsd: constant, then linear
-    to zero over the last fifth of steps.
-    """
+    to zero over the last fifth of steps."""
     weight_decay: float = 0.1
     """AdamW's decay per update, times the rate; on matrices only, not on norms and biases."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
@@ -87,8 +81,7 @@ class TrainConfig:
     """Added to the root of the second moment."""
     max_grad_norm: float = 1.0
     """Largest L2 norm of the whole gradient; longer ones are scaled down. inf: never (the norm is
-    still logged).
-    """
+    still logged)."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """When the gradient holds an inf or NaN: skip that update on all ranks, or stop the run."""
 
@@ -104,8 +97,7 @@ class TrainConfig:
     """Split masters and moments over dp * sp (ZeRO-1). The same numbers either way."""
 
     dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
-    """Of parameters and activations. bf16 trains fp32 masters; fp64, for checking, is all float64.
-    """
+    """Of parameters and activations. bf16 trains fp32 masters; fp64, for checking, is all float64."""
     activation_checkpointing: Literal["none", "full", "offload"] = "none"
     """full: keep only each block's input and compute the rest again in the backward pass; offload:
     keep those inputs in host memory. Changes memory and speed, not the numbers."""
