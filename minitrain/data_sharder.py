@@ -101,7 +101,7 @@ def shard_batch(rows, mesh: Mesh) -> Batch:
         F.pad(positions, (0, pad)),
     ]
     if documents is not None:
-        documents = F.pad(torch.as_tensor(documents), (0, pad), value=torch.iinfo(torch.int64).max)
+        documents = F.pad(torch.as_tensor(documents), (0, pad), value=torch.iinfo(torch.int32).max)
         documents = documents.chunk(mesh.dp.size)[mesh.dp.rank]
     mine = [x.chunk(mesh.dp.size)[mesh.dp.rank].chunk(mesh.sp.size, 1)[mesh.sp.rank] for x in whole]
     return Batch(*(x.contiguous() for x in mine), documents)
