@@ -50,7 +50,8 @@ def stream_tokens(
     Communicates  what the model does, and an all-gather of one position's logits over tp a token
     Raises        ValueError for settings out of range
     """
-    _check(model, input_ids, max_new_tokens, temperature, top_p)
+    check_sampling(input_ids, max_new_tokens, temperature, top_p)
+    _check_model(model, input_ids)
     stop = {eos_id} if isinstance(eos_id, int) else set(eos_id or ())
     device, generator = model.lm_head.weight.device, torch.Generator().manual_seed(seed)
     was_training = model.training
@@ -144,23 +145,27 @@ def top_p_probabilities(probs_V: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(probs_V).scatter(0, order_V, sorted_V * (before_V < top_p))
 
 
-def _check(
-    model: CausalLM, input_ids: list[int], max_new_tokens: int, temperature: float, top_p: float
+def check_sampling(
+    input_ids: list[int], max_new_tokens: int, temperature: float, top_p: float
 ) -> None:
-    vocab_size = model.config.vocab_size
+    """Refuse settings that cannot work, with ValueError; needs no model, so can come before it."""
     if not input_ids:
         raise ValueError("a prompt must have at least one token, but is empty. Give it some text.")
-    if min(input_ids) < 0 or max(input_ids) >= vocab_size:
-        raise ValueError(
-            f"token ids of a prompt must be below the model's vocabulary of {vocab_size}, but one "
-            f"is {max(input_ids)}. Use the tokenizer of the model's own directory."
-        )
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"--temperature must be 0 or a positive number, not {temperature}.")
     if not 0 < top_p <= 1:
         raise ValueError(f"--top-p must be above 0 and at most 1, not {top_p}.")
+
+
+def _check_model(model: CausalLM, input_ids: list[int]) -> None:
+    vocab_size = model.config.vocab_size
+    if min(input_ids) < 0 or max(input_ids) >= vocab_size:
+        raise ValueError(
+            f"token ids of a prompt must be below the model's vocabulary of {vocab_size}, but one "
+            f"is {max(input_ids)}. Use the tokenizer of the model's own directory."
+        )
     if getattr(model.enter, "split_sequence", False):
         raise ValueError(
             "one token cannot be split over tp along the sequence. Save the model and sample from "

@@ -14,12 +14,12 @@ from typing import Literal
 
 import torch
 import tyro
-from minitrain.huggingface import load_model
 
 from minitrain.chat import ChatTemplate
 from minitrain.corpus import Tokenizer
 from minitrain.device import pick_device
-from minitrain.generate import stream_text, stream_tokens
+from minitrain.generate import check_sampling, stream_text, stream_tokens
+from minitrain.huggingface import load_model
 from minitrain.mesh import Mesh
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -79,8 +79,9 @@ def main(config: SampleConfig) -> None:
     prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
     tokenizer = Tokenizer.load(config.directory)
     ids = prompt_ids(config, tokenizer, prompt)
+    check_sampling(ids, config.max_new_tokens, config.temperature, config.top_p)
     device = pick_device(config.device)
-    model, _ = load_model(config.directory, Mesh(), device, DTYPES[config.dtype])
+    model, _ = load_model(config.directory, Mesh(), device.torch_device, DTYPES[config.dtype])
     length, limit = len(ids) + config.max_new_tokens, model.config.max_position
     if length > limit:
         print(

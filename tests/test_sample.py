@@ -1,6 +1,7 @@
 """scripts/sample.py, run as a user runs it, against transformers on the same files."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import torch
 
 from minitrain.corpus import Tokenizer, train_tokenizer
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "sample.py"
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "scripts" / "sample.py"
 
 
 def save_tiny(directory: Path) -> None:
@@ -37,7 +39,8 @@ def save_tiny(directory: Path) -> None:
 
 def sample(*arguments, **settings) -> subprocess.CompletedProcess:
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, timeout=120, **settings)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, timeout=120, env=environment, **settings)
 
 
 @pytest.fixture(scope="module")
