@@ -17,12 +17,17 @@ import torch
 
 from minitrain.corpus import Tokenizer, embedded_corpus
 from minitrain.dataset import Dataset, open_dataset
-from minitrain.huggingface import load_model, resolve_model
+from minitrain.huggingface import (
+    has_weights,
+    inspect_model,
+    load_model,
+    read_config,
+    resolve_model,
+)
 from minitrain.launch import barrier, launched_rank
 from minitrain.log import RunLog
 from minitrain.mesh import Mesh, ShardSpec, check_layout, check_model
 from minitrain.model import CausalLM, ModelConfig
-from minitrain.model_sharder import fill_weights, random_weights, shard_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -99,11 +104,9 @@ def check_settings(config, world_size: int) -> None:
             f"dp {dp} * {config.micro_batch_size} = {unit}. Pass --batch-size "
             f"{-(-config.batch_size // unit) * unit}, or a smaller --micro-batch-size."
         )
-    if config.model in PRESETS:
-        model = PRESETS[config.model]
-        check_model(
-            config.sp, config.tp, model.num_heads, model.num_kv_heads, model.intermediate_size
-        )
+    model, _ = find_model(config.model)
+    heads = model.num_heads, model.num_kv_heads
+    check_model(config.sp, config.tp, *heads, model.intermediate_size)
     check_out(config.out)
 
 
@@ -186,23 +189,32 @@ def open_data(
     return tokenizer, rows(train, "training"), rows(held_out, "held out") if held_out else None
 
 
-def make_model(config, mesh: Mesh) -> tuple[CausalLM, ShardSpec, Path | None]:
-    """Make this rank's share of the model: a preset with random weights, or a directory's weights.
+def find_model(name: str) -> tuple[ModelConfig, Path | None]:
+    """Shape of a preset or of a model directory, and the directory; None for a preset."""
+    if name in PRESETS:
+        return PRESETS[name], None
+    directory = resolve_model(name)
+    return inspect_model(directory)[0] if has_weights(directory) else read_config(
+        directory
+    ), directory
 
-    Returns   model, ShardSpec, and the model directory; None for a preset. The same model on every
-              layout
+
+def make_model(config, mesh: Mesh) -> tuple[CausalLM, ShardSpec, Path | None]:
+    """Make this rank's share of the model, the same model on every layout.
+
+    Returns   model, ShardSpec, and the model directory; None for a preset. Weights are read from
+              the directory when it has them, else random
     """
-    dtype, split = DTYPES[config.dtype], config.tp_split_activations
-    if config.model not in PRESETS:
-        directory = resolve_model(config.model)
-        model, spec = load_model(directory, mesh, mesh.device, dtype, split_activations=split)
-        return model, spec, directory
-    with torch.device("meta"):
-        model = CausalLM(PRESETS[config.model])
-    spec = shard_model(model, mesh, split_activations=split)
-    reader = random_weights(model.config, spec.shapes, config.seed)
-    fill_weights(model, spec, mesh, mesh.device.torch_device, dtype, reader)
-    return model, spec, None
+    model_config, directory = find_model(config.model)
+    model, spec = load_model(
+        directory if directory and has_weights(directory) else model_config,
+        mesh,
+        mesh.device.torch_device,
+        DTYPES[config.dtype],
+        seed=config.seed,
+        split_activations=config.tp_split_activations,
+    )
+    return model, spec, directory
 
 
 def _flag(name: str) -> str:
