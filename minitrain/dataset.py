@@ -28,13 +28,14 @@ class Rows:
     input_ids      [B, S] int64
     labels         [B, S] int64, -100 = no loss
     position_ids   [B, S] int64, from 0 at each document
-    documents      [B, S] int64, number of the document in its row; padding has a number of its own
+    documents      [B, S] int64, number of the document in its row; padding has a number of its own.
+                   None when rows are not packed: padding comes last, where no document sees it
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     position_ids: np.ndarray
-    documents: np.ndarray
+    documents: np.ndarray | None
 
 
 class Dataset:
@@ -44,8 +45,11 @@ class Dataset:
     summary    one line for the start of a run
     """
 
-    def __init__(self, sources: list, seq_len: int, *, shuffle, seed, pad_id, vocab_size, notes):
-        self.sources, self.seq_len, self.shuffle, self.seed = sources, seq_len, shuffle, seed
+    def __init__(
+        self, sources: list, seq_len: int, *, pack, shuffle, seed, pad_id, vocab_size, notes
+    ):
+        self.sources, self.seq_len, self.pack = sources, seq_len, pack
+        self.shuffle, self.seed = shuffle, seed
         self.pad_id, self.vocab_size = pad_id, vocab_size
         self.ends = np.cumsum([source.num_rows for source in sources])
         self.num_rows = int(self.ends[-1])
@@ -75,7 +79,8 @@ class Dataset:
             )
         places_S = np.arange(S)
         begins_BS = np.maximum.accumulate(np.where(starts_BS, places_S, 0), axis=1)
-        return Rows(ids_BS, labels_BS, places_S - begins_BS, np.cumsum(starts_BS, axis=1) - 1)
+        documents_BS = np.cumsum(starts_BS, axis=1) - 1 if self.pack else None
+        return Rows(ids_BS, labels_BS, places_S - begins_BS, documents_BS)
 
     def batch(self, step: int, batch_size: int) -> Rows:
         """Return the global batch of step `step`, counted from 0.
@@ -158,6 +163,7 @@ def open_dataset(
     return Dataset(
         sources,
         seq_len,
+        pack=pack,
         shuffle=shuffle,
         seed=seed,
         pad_id=pad_id,

@@ -41,11 +41,16 @@ def random_rows(seed, count, longest, masked=True):
     return rows
 
 
+def numbers_of(rows):
+    """Each position's document; counted from the positions where rows are not packed."""
+    return np.cumsum(rows.position_ids == 0, axis=1) - 1
+
+
 def documents_of(rows):
     """Take a batch apart into its documents: (ids, labels) of each, paddings included."""
     found = []
     for ids, labels, positions, numbers in zip(
-        rows.input_ids, rows.labels, rows.position_ids, rows.documents, strict=True
+        rows.input_ids, rows.labels, rows.position_ids, numbers_of(rows), strict=True
     ):
         for number in range(numbers.max() + 1):
             here = numbers == number
@@ -58,7 +63,8 @@ def documents_of(rows):
 def shifted(rows):
     """Shift labels as training does, written out on its own: none across a document's border."""
     labels = np.full_like(rows.labels, -100)
-    same = rows.documents[:, 1:] == rows.documents[:, :-1]
+    numbers = numbers_of(rows)
+    same = numbers[:, 1:] == numbers[:, :-1]
     labels[:, :-1] = np.where(same, rows.labels[:, 1:], -100)
     return labels
 
