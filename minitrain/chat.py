@@ -45,12 +45,12 @@ class ChatTemplate:
     def __init__(
         self, template: str, tokenizer, token_names: dict[str, str], today: datetime = TODAY
     ):
-        nonce = secrets.token_hex(8)
-        self.open, self.close = f"<{nonce}-open>", f"<{nonce}-close>"
+        nonce = str(secrets.randbelow(10**18))  # no letters, whose case a template may change
+        self.open, self.close = f"<{nonce}(>", f"<{nonce})>"
         added = json.loads(tokenizer.definition)["added_tokens"]
         special = [token["content"] for token in added if token["special"]]
-        self._names = {text: f"<{nonce}-token-{n}>" for n, text in enumerate(special)}
-        self._guards = {text: f"<{nonce}-text-{n}>" for n, text in enumerate(special)}
+        self._names = {text: f"<{nonce}#{n}>" for n, text in enumerate(special)}
+        self._guards = {text: f"<{nonce}={n}>" for n, text in enumerate(special)}
         self._replacements = self._names | {guard: text for text, guard in self._guards.items()}
         ends = {token["content"] for token in added} | {token_names.get("eos_token", "")}
         self._end = re.compile(f"{re.escape(self.close)}( ?{_any_of(ends - {''})})")
@@ -74,7 +74,7 @@ class ChatTemplate:
                 "model with the same tokenizer, or use rows of prompt and completion."
             )
         names = {key: value for key, value in settings.items() if key.endswith("_token")}
-        names = {k: v["content"] if isinstance(v, dict) else v for k, v in names.items()}
+        names = {k: v.get("content") if isinstance(v, dict) else v for k, v in names.items()}
         names = {key: value for key, value in names.items() if isinstance(value, str)}
         try:
             return cls(template, tokenizer, names, today)
@@ -126,6 +126,8 @@ class ChatTemplate:
             marked = self._render(wrapped)
             text, spans = self._unmark(marked)
             if text == plain and len(spans) == turns:
+                # " yes" is one token where a template puts a space before the content
+                marked = marked.replace(f" {self.open}", f"{self.open} ")
                 marked, ended = self._end.subn(rf"\1{self.close}", marked)
                 if ended == turns:
                     return marked
@@ -141,7 +143,7 @@ class ChatTemplate:
 
     def _unmark(self, marked: str) -> tuple[str, list[tuple[int, int]]]:
         """Take the marks out; where they were, as (begin, end) in the text without them."""
-        pieces = re.split(f"({self.open}|{self.close})", marked)
+        pieces = re.split(f"({re.escape(self.open)}|{re.escape(self.close)})", marked)
         text, spans, begin = "", [], None
         for piece in pieces:
             if piece == self.open:
@@ -255,9 +257,7 @@ def _settings(directory: Path) -> dict:
 
 
 def _renamed_backend(tokenizer, names: dict[str, str]) -> tokenizers.Tokenizer:
-    """The tokenizer with its control tokens under other names, so that the spelled-out ones are
-    plain text.
-    """
+    """The tokenizer with other names for control tokens; the spelled-out ones are plain text."""
     parts = json.loads(tokenizer.definition)
     parts |= {"post_processor": None, "truncation": None, "padding": None}
     for token in parts["added_tokens"]:
