@@ -94,15 +94,15 @@ class ReplicatedHeadsLinear(nn.Module):
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
         self.tp, self.num_heads = tp, num_heads
 
+    def pick(self, whole: Tensor) -> Tensor:
+        """The rows of this rank's head; the gradient is that of all heads, summed over tp."""
+        head = first_of_rank(self.tp, 1, whole.device) * self.num_heads // self.tp.size
+        heads = copy_to(whole, self.tp).unflatten(0, (self.num_heads, -1))
+        return heads.index_select(0, head)[0]
+
     def forward(self, x_bsD: Tensor) -> Tensor:
-        head = first_of_rank(self.tp, 1, x_bsD.device) * self.num_heads // self.tp.size
-
-        def pick(whole: Tensor) -> Tensor:
-            return (
-                copy_to(whole, self.tp).unflatten(0, (self.num_heads, -1)).index_select(0, head)[0]
-            )
-
-        return F.linear(x_bsD, pick(self.weight), None if self.bias is None else pick(self.bias))
+        bias = None if self.bias is None else self.pick(self.bias)
+        return F.linear(x_bsD, self.pick(self.weight), bias)
 
 
 class VocabParallelEmbedding(nn.Module):
