@@ -130,6 +130,7 @@ class BF16Optimizer:
         if all(group.get("fused") for group in self.optimizer.param_groups):
             self.optimizer.grad_scale, self.optimizer.found_inf = None, skip.float().squeeze()
             self.optimizer.step()
+            self.optimizer.found_inf = None  # else it would decide the next plain step too
             return
         state = self.optimizer.state
         fresh = not state
