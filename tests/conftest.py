@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
+import torch._dynamo  # optimizers import it on first use: once here, not in every forked rank
 
 from minitrain.mesh import Axis, Mesh, init_mesh
 from minitrain.model import CausalLM, ModelConfig
