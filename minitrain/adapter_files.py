@@ -1,0 +1,214 @@
+"""Adapters in and out, as peft's adapter_config.json and adapter_model.safetensors.
+
+The names in the file are `base_model.model.<layer>.lora_A.weight`, [R, in], and lora_B, [out, R].
+Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import torch
+
+from minitrain.collectives import all_gather
+from minitrain.huggingface import _agree, _attempt, resolve_model
+from minitrain.lora import LoRAConfig, adapted_layers, add_lora, lora_parameters
+from minitrain.mesh import Mesh, ShardSpec
+from minitrain.model import CausalLM
+from minitrain.model_sharder import share_slices
+from minitrain.tensor_files import DTYPES, read_header, read_json, tensor_reader, write_tensors
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+FACTOR = re.compile(re.escape(PREFIX) + r"(.+)\.(lora_A|lora_B)\.weight")
+# Fields of adapter_config.json that say nothing about what the adapter computes. The tensors
+# themselves say which layers have one.
+NEUTRAL = {
+    *("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "inference_mode"),
+    *("peft_version", "revision", "runtime_config", "task_type", "exclude_modules"),
+    *("layers_pattern", "layers_to_transform", "target_modules", "init_lora_weights"),
+    *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "qalora_group_size"),
+    *("megatron_config", "megatron_core"),
+}
+STARTS = (True, False, "gaussian", "orthogonal", "eva")  # the others start from a changed base
+
+
+def is_adapter(directory: str | Path) -> bool:
+    """Whether a directory holds an adapter and no model."""
+    return (Path(directory) / CONFIG).is_file() and not (Path(directory) / "config.json").exists()
+
+
+def base_of(directory: str | Path) -> Path:
+    """The model directory that an adapter was made for, or a download of its hub id.
+
+    Raises    ValueError when it is not where adapter_config.json says
+    """
+    file = Path(directory) / CONFIG
+    name = read_json(file).get("base_model_name_or_path")
+    try:
+        return resolve_model(name or "")
+    except ValueError as error:
+        raise ValueError(
+            f"the base of an adapter must be where base_model_name_or_path in {file} says, which "
+            f"is {name!r}: {error} Or write the right path into that file."
+        ) from None
+
+
+def read_adapter_config(directory: str | Path) -> LoRAConfig:
+    """Read the settings of an adapter; its targets are the layers that its tensors are for.
+
+    Raises    ValueError when it is no plain LoRA, or a tensor in it is no factor of one
+    """
+    file = Path(directory) / CONFIG
+    fields = read_json(file)
+    kind = {"peft_type": fields.pop("peft_type", None), "bias": fields.pop("bias", "none")}
+    rank, alpha = fields.pop("r", None), fields.pop("lora_alpha", None)
+    dropout, rslora = fields.pop("lora_dropout", 0.0), fields.pop("use_rslora", False)
+    other = {k: v for k, v in fields.items() if v and k not in NEUTRAL}
+    if fields.get("init_lora_weights", True) not in STARTS:
+        other["init_lora_weights"] = fields["init_lora_weights"]
+    if kind != {"peft_type": "LORA", "bias": "none"} or other:
+        wrong = other or kind
+        raise ValueError(
+            f"an adapter must be plain LoRA, but {file} has "
+            f"{', '.join(f'{k} = {v!r}' for k, v in wrong.items())}. Merge it in peft "
+            "(merge_and_unload) and load the merged model."
+        )
+    if not isinstance(rank, int) or not isinstance(alpha, int | float):
+        raise ValueError(
+            f"an adapter must have numbers r and lora_alpha, but in {file} they are {rank!r} and "
+            f"{alpha!r}. Copy it again from where the adapter comes from."
+        )
+    layers = list(dict.fromkeys(layer for layer, _ in _factors(Path(directory))))
+    return LoRAConfig(rank, float(alpha), float(dropout), tuple(layers), bool(rslora))
+
+
+def load_adapter(
+    directory: str | Path, model: CausalLM, mesh: Mesh, shard_spec: ShardSpec
+) -> LoRAConfig:
+    """Add an adapter from files to a sharded model, in place; each rank reads only its share.
+
+    model        the adapter's base, after shard_model, weights filled in
+
+    Returns      the adapter's settings, as read_adapter_config
+    Raises       ValueError naming file, tensor and sizes when the adapter is for another base;
+                 those of read_adapter_config and adapted_layers
+    """
+    config, file = read_adapter_config(directory), Path(directory) / WEIGHTS
+    found, shapes = _factors(Path(directory)), shard_spec.shapes
+    for (layer, factor), shape in found.items():
+        weight = shapes.get(f"{layer}.weight")
+        if layer.startswith("model.layers.") and weight is None:
+            raise ValueError(f"{_other_base(file)}: this model has no layer {layer}.")
+        partner = "lora_B" if factor == "lora_A" else "lora_A"
+        if (layer, partner) not in found:
+            raise ValueError(f"{file} has {layer}.{factor}, but no {partner}. Copy it again.")
+        if weight is None:
+            continue  # the head or the embedding: adapted_layers says why not
+        needed = (config.rank, weight[1]) if factor == "lora_A" else (weight[0], config.rank)
+        if shape != needed:
+            raise ValueError(
+                f"{_other_base(file)}: by this model's {layer}.weight, {list(weight)}, and r "
+                f"{config.rank}, {factor} must be {list(needed)}, but it is {list(shape)}."
+            )
+    short = replace(config, targets=tuple(dict.fromkeys(n.rpartition(".")[2] for n, _ in found)))
+    whole = adapted_layers(shapes, config)
+    config = short if adapted_layers(shapes, short) == whole else config
+    add_lora(model, config, mesh, shard_spec)
+    params = lora_parameters(model)
+    read = tensor_reader({f"{PREFIX}{name}.weight": file for name in params})
+    with torch.no_grad():
+        for name, param in params.items():
+            slices = share_slices(name, shard_spec, mesh)
+            param.copy_(read(f"{PREFIX}{name}.weight", slices))
+    return config
+
+
+@torch.no_grad()
+def save_adapter(
+    path: str | Path,
+    model: CausalLM,
+    config: LoRAConfig,
+    shard_spec: ShardSpec,
+    mesh: Mesh,
+    base: str | Path,
+) -> None:
+    """Write the adapter of a model as peft reads it; every rank must call it.
+
+    The directory appears under its name only when whole, and replaces an older adapter there.
+
+    config         what add_lora was called with
+    base           directory of the base model; written down, so that it can be found
+
+    Communicates   all-gather over tp of the factors that are split
+    Raises         OSError on every rank when it cannot be written
+    """
+    params, whole = lora_parameters(model), {}
+    for name, param in params.items():
+        dim = shard_spec[name]
+        tensor = param.detach() if dim is None else all_gather(param.detach(), mesh.tp, dim)
+        whole[f"{PREFIX}{name}.weight"] = tensor.cpu()
+    path = Path(path)
+    part = path.parent / f".{path.name}.part"
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(Path(base).resolve()),
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "use_rslora": config.rslora,
+        "target_modules": list(config.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    error = _attempt(_write, path, part, fields, whole) if mesh.rank == 0 else None
+    _agree(error, path, part, mesh, next(iter(params.values())).device)
+
+
+def _write(path: Path, part: Path, fields: dict, tensors: dict[str, torch.Tensor]) -> None:
+    if path.exists() and not is_adapter(path):
+        raise FileExistsError("it exists and is no adapter")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(part, ignore_errors=True)  # of a save that was killed
+    part.mkdir()
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    dtype = next(iter(tensors.values())).dtype
+    needed, free = sum(map(prod, shapes.values())) * dtype.itemsize, shutil.disk_usage(part).free
+    if free < needed:
+        raise OSError(f"it needs {needed:,} bytes, and {free:,} are free on the disk")
+    write_tensors(part / WEIGHTS, shapes, dtype, tensors.values())
+    (part / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    shutil.rmtree(path, ignore_errors=True)
+    part.rename(path)
+
+
+def _factors(directory: Path) -> dict[tuple[str, str], tuple[int, ...]]:
+    """The tensors of an adapter: (layer, lora_A or lora_B) -> shape."""
+    file = directory / WEIGHTS
+    if not file.is_file():
+        raise ValueError(
+            f"an adapter must have {WEIGHTS}, but {directory} has none. A pickle (.bin) is not "
+            "read: load it in peft and save it with save_pretrained."
+        )
+    factors = {}
+    for name, (dtype, shape, *_) in read_header(file).items():
+        match = FACTOR.fullmatch(name)
+        if not match or dtype not in DTYPES:
+            raise ValueError(
+                f"an adapter's tensors must be factors of linear layers, {PREFIX}<layer>.lora_A."
+                f"weight and lora_B, in {', '.join(DTYPES)}, but {file} has {name}, {dtype} "
+                f"{list(shape)}. Merge it in peft (merge_and_unload) and load the merged model."
+            )
+        factors[match.group(1), match.group(2)] = shape
+    return factors
+
+
+def _other_base(file: Path) -> str:
+    return f"an adapter must be loaded into the model it was made for, but {file} is for another"
