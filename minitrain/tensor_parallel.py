@@ -72,7 +72,15 @@ class RowParallelLinear(nn.Module):
         self.tp, self.split_sequence = tp, split_sequence
 
     def forward(self, x_bsi: Tensor) -> Tensor:
-        y_bsO = leave_region(F.linear(x_bsi, self.weight), self.tp, self.split_sequence)
+        return self.leave(self.partial(x_bsi))
+
+    def partial(self, x_bsi: Tensor) -> Tensor:
+        """This rank's part of the sum; needs no communication."""
+        return F.linear(x_bsi, self.weight)
+
+    def leave(self, partial_bsO: Tensor) -> Tensor:
+        """Add the ranks' parts up, and the bias."""
+        y_bsO = leave_region(partial_bsO, self.tp, self.split_sequence)
         if self.bias is None:
             return y_bsO
         return y_bsO + (copy_to(self.bias, self.tp) if self.split_sequence else self.bias)
