@@ -83,7 +83,11 @@ class Dataset:
         return Rows(ids_BS, labels_BS, places_S - begins_BS, documents_BS)
 
     def batch(self, step: int, batch_size: int) -> Rows:
-        """Return the global batch of step `step`, counted from 0.
+        """Return the global batch of step `step`, counted from 0."""
+        return self.rows(self.row_numbers(step, batch_size))
+
+    def row_numbers(self, step: int, batch_size: int) -> np.ndarray:
+        """Return which rows make up the global batch of step `step`.
 
         Rows form one endless stream, epoch after epoch, each epoch in a fresh order; a step takes
         the next batch_size of it.
@@ -93,8 +97,8 @@ class Dataset:
         if self.shuffle:
             orders = {epoch: self._permutation(epoch) for epoch in np.unique(epochs).tolist()}
             pairs = zip(epochs.tolist(), places, strict=True)
-            places = [orders[epoch][place] for epoch, place in pairs]
-        return self.rows(places)
+            places = np.array([orders[epoch][place] for epoch, place in pairs])
+        return places
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Rows]:
         """Yield each row once, in file order; rows of padding complete the last batch."""

@@ -1,15 +1,22 @@
-"""What a run says about itself: the record of a step, and the words at the end."""
+"""What a run says and leaves: the record of a step, the words at the end, the final weights."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from minitrain.adapter_files import save_adapter
 from minitrain.dataset import Dataset
 from minitrain.generate import generate
+from minitrain.huggingface import save_model
 from minitrain.log import read_metrics, text_plot
-from minitrain.mesh import Mesh
+from minitrain.lora import base_spec
+from minitrain.mesh import Mesh, ShardSpec
 from minitrain.model import CausalLM, ModelConfig, flops_per_token
+from minitrain.setup import lora_config
 
 PROMPT_TOKENS, NEW_TOKENS = 48, 64
 
@@ -18,6 +25,7 @@ def step_record(
     step: int,
     metrics: dict[str, Tensor],
     seconds: float,
+    rows: Dataset,
     model_config: ModelConfig,
     config,
     mesh: Mesh,
@@ -26,7 +34,9 @@ def step_record(
 
     seconds   wall time of the step
 
-    Raises    FloatingPointError when the gradient was not finite and --on-nonfinite is stop
+    When the gradient was not finite, the rows' numbers are kept in nonfinite.jsonl.
+
+    Raises    FloatingPointError then, on every rank, when --on-nonfinite is stop
     """
     tokens = config.batch_size * config.seq_len
     flops = tokens * flops_per_token(model_config, config.seq_len)
@@ -45,11 +55,19 @@ def step_record(
         "memory_peak_bytes": mesh.device.memory_peak_bytes(),
         "skipped": bool(metrics["skipped"]),
     }
-    if record["skipped"] and loss_tokens and config.on_nonfinite == "stop":
-        raise FloatingPointError(
-            f"the gradient norm of step {step} is {record['grad_norm']} and --on-nonfinite is stop; "
-            "the weights are those before the step. Lower --lr, or pass --on-nonfinite skip."
-        )
+    if record["skipped"] and loss_tokens:
+        file = config.out / "nonfinite.jsonl"
+        if mesh.rank == 0:
+            numbers = rows.row_numbers(step - 1, config.batch_size).tolist()
+            kept = {"step": step, "rows": numbers, "grad_norm": str(record["grad_norm"])}
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(kept) + "\n")
+        if config.on_nonfinite == "stop":
+            raise FloatingPointError(
+                f"the gradient norm of step {step} is {record['grad_norm']} and --on-nonfinite is "
+                f"stop; nothing was saved since. The rows of the step are in {file}. Lower --lr, "
+                "or pass --on-nonfinite skip."
+            )
     return record
 
 
@@ -70,3 +88,27 @@ def final_words(model: CausalLM, tokenizer, rows: Dataset, config, mesh: Mesh) -
     parts.append(text_plot({name: points for name, points in curves.items() if points}))
     parts.append(f"final weights: {config.out / 'final'}")
     return "\n".join(parts)
+
+
+def save_final(
+    config, model: CausalLM, shard_spec: ShardSpec, mesh: Mesh, model_dir: Path | None, tokenizer
+) -> None:
+    """Write out/final: a Hugging Face directory, or with LoRA an adapter's.
+
+    model_dir   what the model was made from. An adapter of random weights, where it is None, gets
+                its base too, as out/base
+    """
+    final, base = config.out / "final", model_dir or config.out / "base"
+    if config.lora_rank:
+        save_adapter(final, model, lora_config(config), shard_spec, mesh, base)
+    if not config.lora_rank or model_dir is None:
+        save_model(
+            base if config.lora_rank else final,
+            model,
+            model.config,
+            base_spec(shard_spec),
+            mesh,
+            dtype=model.lm_head.weight.dtype,
+            source_dir=model_dir,
+            tokenizer=tokenizer,
+        )

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from minitrain.adapter_files import base_of, check_same, is_adapter, load_adapter
+from minitrain.agreement import broken_connection, missing_ranks
 from minitrain.corpus import Tokenizer, embedded_corpus
 from minitrain.dataset import Dataset, open_dataset
 from minitrain.huggingface import (
@@ -24,10 +26,12 @@ from minitrain.huggingface import (
     read_config,
     resolve_model,
 )
-from minitrain.launch import barrier, launched_rank
+from minitrain.launch import barrier, launched_rank, launched_world_size
 from minitrain.log import RunLog
+from minitrain.lora import LoRAConfig, adapted_layers, add_lora
 from minitrain.mesh import Mesh, ShardSpec, check_layout, check_model
 from minitrain.model import CausalLM, ModelConfig
+from minitrain.resume import Checkpoints
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -80,10 +84,12 @@ def check_settings(config, world_size: int) -> None:
     """
     dp = check_layout(world_size, config.sp, config.tp)
     positive = ("steps", "batch_size", "micro_batch_size", "lr", "max_grad_norm", "log_every")
+    positive += ("keep_last", "timeout_minutes")
     for name in positive:
         if not getattr(config, name) > 0:
             raise ValueError(f"{_flag(name)} must be positive, not {getattr(config, name)}.")
     not_negative = ("tile_tokens", "warmup_steps", "weight_decay", "eval_every", "adam_eps", "seed")
+    not_negative += ("save_every",)
     for name in not_negative:
         if not getattr(config, name) >= 0:
             raise ValueError(f"{_flag(name)} must not be negative, not {getattr(config, name)}.")
@@ -107,35 +113,39 @@ def check_settings(config, world_size: int) -> None:
     model, _ = find_model(config.model)
     heads = model.num_heads, model.num_kv_heads
     check_model(config.sp, config.tp, *heads, model.intermediate_size)
-    check_out(config.out)
+    check_lora(config, model)
+    check_out(config.out, config.resume)
 
 
-def check_out(out: Path) -> None:
-    """Refuse a run directory that already holds a run, or that cannot be one.
+def check_out(out: Path, resume: bool = False) -> None:
+    """Refuse a run directory that cannot be one, or, without resume, that holds a run.
 
     Raises   ValueError
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; pass a directory.")
-    if (out / "metrics.jsonl").exists():
+    if not resume and any((out / name).exists() for name in ("metrics.jsonl", "checkpoints")):
         raise ValueError(
             f"--out {out} already holds a run. Pass --resume to go on with it, or another --out."
         )
 
 
-def start_run(config, mesh: Mesh, script: Path) -> RunLog:
-    """Make the run directory on rank 0 (config.json, a copy of the script) and say what will be
-    done.
+def start_run(config, mesh: Mesh, script: Path) -> tuple[RunLog, Checkpoints]:
+    """Make the run directory on rank 0 (config.json, a copy of the script), or find where a resumed
+    run goes on, and say what will be done.
+
+    Raises   ValueError of Checkpoints, on every rank
     """
+    checkpoints = Checkpoints(config, mesh)
     if mesh.rank == 0:
         config.out.mkdir(parents=True, exist_ok=True)
         settings = json.dumps(asdict(config), indent=1, default=str)
         (config.out / "config.json").write_text(settings + "\n", encoding="utf-8")
         if script.resolve() != (config.out / "train.py").resolve():
             shutil.copyfile(script, config.out / "train.py")
-    log = RunLog(config.out, mesh.rank, config.steps, log_every=config.log_every)
+    log = RunLog(config.out, mesh.rank, config.steps, checkpoints.step, config.log_every)
     log.say(f"{mesh.describe()}\n{describe_batch(config, mesh)}")
-    return log
+    return log, checkpoints
 
 
 def describe_batch(config, mesh: Mesh) -> str:
@@ -189,18 +199,42 @@ def open_data(
     return tokenizer, rows(train, "training"), rows(held_out, "held out") if held_out else None
 
 
+def lora_config(config) -> LoRAConfig:
+    """The adapters that the settings ask for."""
+    names = ("rank", "alpha", "dropout", "targets", "rslora")
+    return LoRAConfig(**{n: getattr(config, f"lora_{n}") for n in names}, seed=config.seed)
+
+
+def check_lora(config, model_config: ModelConfig) -> None:
+    """Refuse settings of adapters that cannot work with a model; ValueError."""
+    wanted = lora_config(config)
+    if wanted.rank < 0 or not 0 <= wanted.dropout < 1 or not 0 < wanted.alpha < math.inf:
+        raise ValueError(
+            "--lora-rank must be 0 or more, --lora-alpha above 0, --lora-dropout from 0 to below "
+            f"1, but they are {wanted.rank}, {wanted.alpha} and {wanted.dropout}."
+        )
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in CausalLM(model_config).named_parameters()}
+    layers = adapted_layers(shapes, wanted) if wanted.rank else {}
+    if is_adapter(config.model):
+        check_same(config.model, wanted, layers)
+
+
 def find_model(name: str) -> tuple[ModelConfig, Path | None]:
-    """Shape of a preset or of a model directory, and the directory; None for a preset."""
+    """Shape of a preset or of a model directory, and the directory; None for a preset.
+
+    name    may be the directory of an adapter, and then stands for its base
+    """
     if name in PRESETS:
         return PRESETS[name], None
-    directory = resolve_model(name)
+    directory = base_of(name) if is_adapter(name) else resolve_model(name)
     return inspect_model(directory)[0] if has_weights(directory) else read_config(
         directory
     ), directory
 
 
 def make_model(config, mesh: Mesh) -> tuple[CausalLM, ShardSpec, Path | None]:
-    """Make this rank's share of the model, the same model on every layout.
+    """Make this rank's share of the model, the same model on every layout; with LoRA, adapted.
 
     Returns   model, ShardSpec, and the model directory; None for a preset. Weights are read from
               the directory when it has them, else random
@@ -214,6 +248,10 @@ def make_model(config, mesh: Mesh) -> tuple[CausalLM, ShardSpec, Path | None]:
         seed=config.seed,
         split_activations=config.tp_split_activations,
     )
+    if is_adapter(config.model):
+        load_adapter(config.model, model, mesh, spec, dropout=config.lora_dropout)
+    elif config.lora_rank:
+        add_lora(model, lora_config(config), mesh, spec)
     return model, spec, directory
 
 
@@ -222,10 +260,20 @@ def _flag(name: str) -> str:
 
 
 def run_main(main, config) -> None:
-    """Run main(config); a user's mistake becomes one sentence from rank 0 and exit status 1."""
+    """Run main(config); what is no mistake of ours becomes one sentence, and exit status 1."""
     try:
         main(config)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         if launched_rank() == 0:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except RuntimeError as error:
+        if broken_connection(error) and (missing := missing_ranks()):
+            names = f"rank {', '.join(map(str, missing))} of {launched_world_size()}"
+            print(
+                f"error: {names} died or hangs, found by rank {launched_rank()}: {error}. Look at "
+                "what that rank said last, then run the same command with --resume.",
+                file=sys.stderr,
+            )
+            sys.exit(1)
+        raise

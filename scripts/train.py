@@ -24,13 +24,14 @@ from minitrain.dataset import Dataset
 from minitrain.device import pick_device
 from minitrain.grad_clipper import clip_grad_norm_
 from minitrain.grad_reducer import gather_params, reduce_main_grads
-from minitrain.huggingface import save_model
 from minitrain.launch import init_distributed, launched_world_size, set_timeout, shut_down
 from minitrain.log import RunLog
+from minitrain.lora import LORA_TARGETS, seed_dropout
 from minitrain.loss_reducer import count_tokens, head_cross_entropy_sum
 from minitrain.mesh import Axis, Mesh, ShardSpec, init_mesh
 from minitrain.model import CausalLM
-from minitrain.report import final_words, step_record
+from minitrain.report import final_words, save_final, step_record
+from minitrain.resume import Checkpoints
 from minitrain.schedule import learning_rate
 from minitrain.setup import check_settings, make_model, open_data, run_main, start_run
 
@@ -47,14 +48,12 @@ class TrainConfig:
     eval_data: tuple[Path, ...] = ()
     """Held-out files of the same kinds; each row counts once, weighted by its loss tokens."""
     out: Path = Path("runs/default")
-    """Run directory: metrics.jsonl, config.json, train.py, checkpoints, final/. Must not hold a
-    run."""
+    """Run directory: metrics.jsonl, config.json, a copy of train.py, checkpoints, final/."""
 
     steps: int = 300
     """Updates of the weights. The data starts again, in a new order, when it ends."""
     batch_size: int = 16
-    """Rows of the global batch, over all processes and micro-batches: a multiple of dp *
-    micro-batch-size."""
+    """Rows of the global batch, over all processes: a multiple of dp * micro-batch-size."""
     micro_batch_size: int = 4
     """Rows per forward and backward on one rank. Changes memory and speed, never the numbers."""
     seq_len: int = 256
@@ -82,15 +81,13 @@ class TrainConfig:
     adam_eps: float = 1e-8
     """Added to the root of the second moment."""
     max_grad_norm: float = 1.0
-    """Largest L2 norm of the whole gradient; longer ones are scaled down. inf: never (the norm is
-    still logged)."""
+    """Largest L2 norm of the whole gradient; longer ones are scaled down, with inf none is."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """When the gradient holds an inf or NaN: skip that update on all ranks, or stop the run."""
 
     sp: int = 1
     """Ulysses sequence parallelism: ranks that share each row. sp * tp must divide the processes
-    and
-    the model's query heads; dp is what is left."""
+    and the model's query heads; dp is what is left."""
     tp: int = 1
     """Tensor parallelism: ranks that share each matrix."""
     tp_split_activations: bool = False
@@ -110,20 +107,14 @@ class TrainConfig:
     """Compile each block with torch.compile; the first step then takes longer."""
 
     lora_rank: int = 0
-    """Rank of LoRA adapters; only these are trained. 0: full fine-tuning."""
+    """Rank of LoRA adapters; only these are trained and saved. 0: full fine-tuning."""
     lora_alpha: float = 16.0
     """Adapters are scaled by alpha / rank."""
+    lora_rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead, so that the update does not shrink with the rank."""
     lora_dropout: float = 0.0
     """Share of an adapter's inputs set to zero in training, from 0 to below 1."""
-    lora_targets: tuple[str, ...] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
+    lora_targets: tuple[str, ...] = LORA_TARGETS
     """Names of the linear layers that get adapters."""
 
     save_every: int = 0
@@ -142,7 +133,7 @@ class TrainConfig:
     device: Literal["auto", "cpu", "cuda", "xla", "neuron"] = "auto"
     """auto: cuda or neuron when there is one, else cpu; xla (torch-xla) only when asked for."""
     timeout_minutes: float = 10.0
-    """How long a collective may take in training before the run ends; start-up has half an hour."""
+    """How long ranks wait for one another before the run ends; start-up has half an hour."""
     seed: int = 0
     """Fixes initial weights and the order of the data, on every layout alike."""
 
@@ -177,6 +168,7 @@ def train_step(
     # 1. Count the loss tokens of the whole step: all micro-batches, all ranks.
     loss_tokens = count_tokens(micro_batches, mesh.dp_sp)
     divisor = loss_tokens.clamp(min=1)
+    mesh.device.sync()  # on xla here a program ends; elsewhere nothing happens
 
     # 2. Forward and backward, a micro-batch at a time. Losses are sums, divided once and globally;
     #    the gradients add up in float32 main gradients.
@@ -197,8 +189,7 @@ def train_step(
     grad_norm = clip_grad_norm_(grads, shard_spec, mesh, config.max_grad_norm, pieces=sharded)
 
     # 5. Update the masters and round them into the model, unless there is nothing to learn from or
-    #    the gradient is not finite: then nothing changes, and all ranks agree as the norm is
-    # global.
+    #    the gradient is not finite: then nothing changes, on all ranks as the norm is global.
     skipped = (loss_tokens == 0) | ~torch.isfinite(grad_norm)
     lr = learning_rate(optimizer.updates, config)
     optimizer.step(lr, skipped)
@@ -216,11 +207,13 @@ def train_step(
 @torch.no_grad()
 def evaluate(model: CausalLM, data: Dataset, mesh: Mesh, config: TrainConfig) -> dict[str, float]:
     """Loss on held-out rows: each row once, weighted by loss tokens, equal on every rank."""
+    model.eval()
     loss_sum, tokens = 0.0, 0
     for rows in data.evaluation_batches(mesh.dp.size * config.micro_batch_size):
         batch = shard_batch(rows, mesh).to(mesh.device.torch_device)
         loss_sum += summed_loss(model, batch, mesh, config)
         tokens += count_tokens([batch], mesh.dp_sp)
+    model.train()
     loss = all_reduce(loss_sum, mesh.dp_sp) / tokens
     return {"eval_loss": loss.item(), "eval_tokens": int(tokens)}
 
@@ -234,44 +227,50 @@ def train(
     mesh: Mesh,
     config: TrainConfig,
     log: RunLog,
+    checkpoints: Checkpoints,
 ) -> None:
-    """The loop: rows, step, metrics, evaluation."""
-    if held_out_rows:
+    """The loop: rows, step, metrics, evaluation, checkpoint; until the end, or a signal to stop."""
+    if held_out_rows and checkpoints.step == 0:
         log.evaluation({"step": 0, **evaluate(model, held_out_rows, mesh, config)})
     started, unread = time.perf_counter(), None
-    for step in range(1, config.steps + 1):
+    for step in range(checkpoints.step + 1, config.steps + 1):
         batch = shard_batch(train_rows.batch(step - 1, config.batch_size), mesh)
-        micro_batches = batch.to(mesh.device.torch_device).split(config.micro_batch_size)
+        parts = batch.split(config.micro_batch_size)
+        micro_batches = [part.to(mesh.device.torch_device) for part in parts]
+        seed_dropout(config.seed, step, mesh)
         metrics = train_step(model, optimizer, micro_batches, mesh, shard_spec, config)
         if unread:  # the step before, read while the device computes this one
-            log.step(step_record(*unread, model.config, config, mesh))
-        pause = step == config.steps or (config.eval_every and step % config.eval_every == 0)
+            log.step(step_record(*unread, train_rows, model.config, config, mesh))
+        save, every = checkpoints.wanted(step), config.eval_every
+        evaluates = held_out_rows and (step == config.steps or (every and step % every == 0))
+        pause = save or evaluates or step == config.steps
         if pause:
             mesh.device.wait()
         now = time.perf_counter()
         unread, started = (step, metrics, now - started), now
         if pause:
-            log.step(step_record(*unread, model.config, config, mesh))
-            if held_out_rows:
+            log.step(step_record(*unread, train_rows, model.config, config, mesh))
+            if evaluates:
                 log.evaluation({"step": step, **evaluate(model, held_out_rows, mesh, config)})
+            if save:
+                checkpoints.save(step)
+            if checkpoints.stopped:
+                return
             unread, started = None, time.perf_counter()
 
 
 def adamw(config: TrainConfig, device: torch.device) -> Callable[[list[dict]], torch.optim.AdamW]:
-    """What BF16Optimizer makes its optimizer with; the rate is a tensor, so that it never
-    recompiles.
-    """
+    """What BF16Optimizer makes its optimizer with; a rate in a tensor never recompiles."""
+    fused = device.type in ("cpu", "cuda")
+    dtype = torch.float64 if config.dtype == "fp64" else torch.float32
     return lambda groups: torch.optim.AdamW(
         groups,
-        lr=torch.tensor(
-            config.lr,
-            dtype=torch.float64 if config.dtype == "fp64" else torch.float32,
-            device=device,
-        ),
+        lr=torch.tensor(config.lr, dtype=dtype, device=device),
         betas=config.adam_betas,
         eps=config.adam_eps,
         weight_decay=config.weight_decay,
-        fused=True,
+        fused=fused,  # it raises on xla
+        capturable=not fused,  # its step counts stay on the device
     )
 
 
@@ -281,19 +280,21 @@ def main(config: TrainConfig) -> None:
     device = pick_device(config.device)
     init_distributed(device)
     mesh = init_mesh(config.sp, config.tp, device)
-    log = start_run(config, mesh, Path(__file__))
+    log, checkpoints = start_run(config, mesh, Path(__file__))
 
     model, shard_spec, model_dir = make_model(config, mesh)
-    tokenizer, train_rows, held_out_rows = open_data(config, model_dir, model.config, log)
+    tokenizer, *rows = open_data(config, model_dir, model.config, log)
     shards = mesh.dp_sp if config.shard_optimizer else Axis("none")
     make_optimizer = adamw(config, device.torch_device)
     optimizer = BF16Optimizer(model.named_parameters(), make_optimizer, shards.size, shards.rank)
+    checkpoints.begin(optimizer, shard_spec, log)
     set_timeout(60 * config.timeout_minutes)
 
-    train(model, optimizer, shard_spec, train_rows, held_out_rows, mesh, config, log)
-    options = {"dtype": model.lm_head.weight.dtype, "source_dir": model_dir, "tokenizer": tokenizer}
-    save_model(config.out / "final", model, model.config, shard_spec, mesh, **options)
-    log.say(final_words(model, tokenizer, held_out_rows or train_rows, config, mesh))
+    with checkpoints:  # at the end the last one is waited for
+        train(model, optimizer, shard_spec, *rows, mesh, config, log, checkpoints)
+        if not checkpoints.stopped:
+            save_final(config, model, shard_spec, mesh, model_dir, tokenizer)
+            log.say(final_words(model, tokenizer, rows[1] or rows[0], config, mesh))
     log.close()
     shut_down()
 

@@ -1,0 +1,100 @@
+"""What the ranks agree on beside the numbers of training: errors, when to stop, who is missing.
+
+All on the host and over gloo, so that no device waits and nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from minitrain.device import Device, TorchGroup
+from minitrain.mesh import Axis
+
+WORDS = 1000  # bytes that a rank can say
+ROLL_CALL_SECONDS = 5.0
+
+
+def host_axis(device: Device) -> Axis:
+    """All ranks along one axis, for tensors on the host."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if size == 1:
+        return Axis("host")
+    group = TorchGroup(list(range(size)), device.host_group or dist.group.WORLD)
+    return Axis("host", size, dist.get_rank(), group)
+
+
+def tell_all(words: str, host: Axis) -> list[str]:
+    """Give every rank the words of every rank, in order.
+
+    Communicates   all-gather over host of 1,000 bytes
+    """
+    if host.size == 1:
+        return [words]
+    data = words.encode()[:WORDS]
+    mine = torch.frombuffer(bytearray(data.ljust(WORDS, b"\0")), dtype=torch.uint8)
+    rows = host.group.all_gather(mine[None], 0)
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
+
+
+def raise_together(error: Exception | None, host: Axis) -> None:
+    """Raise on every rank when any rank has an error, in its words, so that no rank waits for it.
+
+    Communicates   as tell_all
+    Raises         ValueError
+    """
+    said = tell_all(str(error) if error else "", host)
+    first = next((words for words in said if words), None)
+    if first:
+        raise ValueError(first) from error
+
+
+class Interrupt:
+    """SIGTERM and Ctrl-C ask for an end after the step; a second Ctrl-C ends at once.
+
+    asked    whether one has come to this process
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        self.before = {number: signal.signal(number, self._handle) for number in numbers}
+
+    def release(self) -> None:
+        """Handle signals as before."""
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame) -> None:
+        if self.asked and number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        if not self.asked and int(os.environ.get("RANK", 0)) == 0:
+            name = signal.Signals(number).name
+            os.write(2, f"\n{name}: stopping after this step; Ctrl-C ends at once.\n".encode())
+        self.asked = True
+
+
+def broken_connection(error: RuntimeError) -> bool:
+    """Whether an error is that of a collective whose ranks did not all take part."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def missing_ranks(seconds: float = ROLL_CALL_SECONDS) -> list[int]:
+    """Call the roll after a collective has failed: the ranks that do not answer in time, as they
+    died or hang.
+
+    Communicates   a key of each rank in the store that the ranks met at
+    """
+    store, world = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
+    store.set(f"roll call {dist.get_rank()}", "here")
+    deadline = time.monotonic() + seconds
+    missing = list(world)
+    while missing and time.monotonic() < deadline:
+        missing = [rank for rank in missing if not store.check([f"roll call {rank}"])]
+        time.sleep(0.05)
+    return missing

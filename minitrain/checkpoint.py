@@ -1,0 +1,263 @@
+"""The state of training as a checkpoint that any layout can go on from.
+
+Saved are the float32 masters, the optimizer's state for each, the number of updates and of steps,
+and the device's random state; not the model, which is the masters rounded, nor what is frozen.
+Every rank of dp x sp writes its part of each tensor, whether the optimizer is sharded or not; ranks
+along tp write their shares, and what they all have is written by the first.
+
+The batch of a step is a function of (seed, step): the step is the position in the data.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minitrain.agreement import host_axis, raise_together
+from minitrain.bf16_optimizer import BF16Optimizer
+from minitrain.checkpoint_files import (
+    Piece,
+    PieceFile,
+    damaged,
+    fsync_directory,
+    overlaps,
+    read_manifest,
+    write_manifest,
+    write_pieces,
+)
+from minitrain.grad_reducer import gather_params
+from minitrain.mesh import Mesh, ShardSpec
+from minitrain.model_sharder import share_slices
+
+SCALAR = Piece.whole(())
+
+
+def save_checkpoint(
+    path: Path,
+    step: int,
+    optimizer: BF16Optimizer,
+    shard_spec: ShardSpec,
+    mesh: Mesh,
+    settings: dict | None = None,
+) -> None:
+    """Write a checkpoint, on every rank; it appears under its name only when whole and on the disk.
+
+    path           directory to make, on a disk that all ranks see
+    step           steps made
+    settings       JSON to keep with it
+
+    Communicates   words over all ranks, and files
+    Raises         ValueError on every rank when a rank could not write
+    """
+    host, part = host_axis(mesh.device), path.with_name(f".{path.name}.part")
+    error = _attempt(_clear, part) if mesh.rank == 0 else None
+    raise_together(error, host)
+    tensors = copy_to_host(state_pieces(optimizer, shard_spec, mesh), {})
+    mesh.device.wait()
+    error = _attempt(write_rank, part, mesh.rank, tensors)
+    raise_together(error, host)
+    if mesh.rank == 0:
+        error = _attempt(publish, part, path, step, mesh, settings or {})
+    raise_together(error, host)
+
+
+def load_checkpoint(path: Path, optimizer: BF16Optimizer, shard_spec: ShardSpec, mesh: Mesh) -> int:
+    """Put a checkpoint of any layout into a fresh optimizer and its model, on every rank.
+
+    A rank reads what it needs, block by block, and verifies all that it reads.
+
+    Returns        steps made
+    Communicates   words over all ranks; all-gather over dp_sp of the model when sharded
+    Raises         ValueError on every rank when a file is missing, damaged, or of another model
+    """
+    error, step = None, 0
+    try:
+        step = _load(Path(path), optimizer, shard_spec, mesh)
+    except (ValueError, OSError) as caught:
+        error = caught
+    raise_together(error, host_axis(mesh.device))
+    with torch.no_grad():
+        if optimizer.num_shards == 1:
+            for name, param in optimizer.params.items():
+                param.copy_(optimizer.masters[name])
+        gather_params(optimizer, mesh.dp_sp)
+    return step
+
+
+def state_pieces(
+    optimizer: BF16Optimizer, spec: ShardSpec, mesh: Mesh
+) -> dict[str, tuple[Tensor, Piece]]:
+    """What this rank saves: name -> flat tensor on the device, and which piece it is."""
+    pieces = {f"random_state/{mesh.rank}": mesh.device.random_state()}
+    if mesh.rank == 0:
+        pieces["updates"] = optimizer.updates
+    pieces = {name: (tensor, Piece.whole(tensor.shape)) for name, tensor in pieces.items()}
+    for name, master in optimizer.masters.items():
+        held = _held(name, optimizer, spec, mesh)
+        size = -(-optimizer.params[name].numel() // mesh.dp_sp.size)
+        begin, end = (min((mesh.dp_sp.rank + n) * size, held.share_numel) for n in (0, 1))
+        repeated = spec[name] is None and mesh.tp.rank > 0
+        for key, tensor in {"master": master, **optimizer.optimizer.state.get(master, {})}.items():
+            if isinstance(tensor, Tensor) and tensor.shape == master.shape:
+                if begin < end and not repeated:
+                    flat = tensor.detach().reshape(-1)[begin - held.begin : end - held.begin]
+                    pieces[f"{key}/{name}"] = flat, Piece(held.shape, held.share, begin, end)
+            elif isinstance(tensor, Tensor) and tensor.numel() == 1:
+                if mesh.rank == 0:
+                    pieces[f"{key}/{name}"] = tensor.detach().reshape(1), SCALAR
+            elif tensor is not None:
+                raise ValueError(
+                    "an optimizer's state must be tensors of the parameter's shape, or of one "
+                    f"element, to be saved, but {key} of {name} is {type(tensor).__name__} "
+                    f"{list(getattr(tensor, 'shape', []))}. Choose another optimizer."
+                )
+    return pieces
+
+
+def copy_to_host(
+    pieces: dict[str, tuple[Tensor, Piece]], buffers: dict[str, Tensor]
+) -> dict[str, tuple[Tensor, Piece]]:
+    """Copy pieces into host tensors of their own; the caller waits for the device.
+
+    buffers    name -> host tensor, filled here and used again: new memory is what costs most
+    """
+    for name, (tensor, _) in pieces.items():
+        if name not in buffers or buffers[name].shape != tensor.shape:
+            pinned = tensor.device.type == "cuda"
+            buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        buffers[name].copy_(tensor, non_blocking=True)
+    return {name: (buffers[name], piece) for name, (_, piece) in pieces.items()}
+
+
+def write_rank(part: Path, rank: int, tensors: dict[str, tuple[Tensor, Piece]]) -> None:
+    """Write this rank's file into the directory part, and beside it what the manifest needs."""
+    part.mkdir(parents=True, exist_ok=True)
+    file = part / f"rank-{rank:05d}.safetensors"
+    try:
+        entry = write_pieces(file, tensors)
+        file.with_suffix(".json").write_text(json.dumps(entry))
+    except OSError:
+        file.unlink(missing_ok=True)  # makes room on a full disk
+        raise
+
+
+def publish(part: Path, path: Path, step: int, mesh: Mesh, settings: dict) -> None:
+    """Turn part, in which every rank's file is on the disk, into the checkpoint path; on one rank."""
+    files = {}
+    for rank in range(mesh.world_size):
+        entry = part / f"rank-{rank:05d}.json"
+        files[f"{entry.stem}.safetensors"] = json.loads(entry.read_text())
+        entry.unlink()
+    layout = {axis: getattr(mesh, axis).size for axis in ("dp", "sp", "tp")}
+    fields = {"step": step, "layout": layout, "settings": settings, "files": files}
+    write_manifest(part, fields)
+    part.rename(path)
+    fsync_directory(path.parent)
+
+
+def _load(path: Path, optimizer: BF16Optimizer, spec: ShardSpec, mesh: Mesh) -> int:
+    manifest = read_manifest(path)
+    files = [PieceFile(path / name, entry) for name, entry in manifest["files"].items()]
+    index = defaultdict(list)
+    for file in files:
+        for name in file.pieces:
+            index[name].append(file)
+    _check_model(path, index, optimizer, spec)
+    keys = defaultdict(list)
+    for name in index:
+        key, _, of = name.partition("/")
+        keys[of].append(key)
+    states = {}
+    for name, master in optimizer.masters.items():
+        held, states[master] = _held(name, optimizer, spec, mesh), {}
+        for key in keys[name]:
+            found = index[f"{key}/{name}"]
+            scalar = found[0].pieces[f"{key}/{name}"] == SCALAR and held != SCALAR
+            like = torch.empty(()) if scalar else master
+            tensor = _read(path, f"{key}/{name}", found, SCALAR if scalar else held, like)
+            if key == "master":
+                master.data.copy_(tensor)
+            else:
+                states[master][key] = tensor
+    _set_state(optimizer.optimizer, states)
+    updates = optimizer.updates
+    updates.copy_(_read(path, "updates", index["updates"], Piece.whole((1,)), updates))
+    name, layout = f"random_state/{mesh.rank}", manifest["layout"]
+    if all(getattr(mesh, axis).size == size for axis, size in layout.items()):
+        piece = index[name][0].pieces[name]
+        mesh.device.set_random_state(_read(path, name, index[name], piece, torch.empty(piece.end)))
+    for file in files:
+        file.close()
+    return manifest["step"]
+
+
+def _held(name: str, optimizer: BF16Optimizer, spec: ShardSpec, mesh: Mesh) -> Piece:
+    """The piece that this rank's master is, without what only fills it up: the padding of a
+    vocabulary is at the end of the share, and that of a shard at the end of the last ones.
+    """
+    share = tuple((part.start, part.stop) for part in share_slices(name, spec, mesh))
+    numel = prod(stop - start for start, stop in share)
+    size = -(-optimizer.params[name].numel() // optimizer.num_shards)
+    begin, end = (min((optimizer.shard_rank + n) * size, numel) for n in (0, 1))
+    return Piece(tuple(spec.shapes[name]), share, begin, end)
+
+
+def _read(path: Path, name: str, files: list[PieceFile], target: Piece, like: Tensor) -> Tensor:
+    """Put a piece together, on the host, in the shape of like; what fills it up is zero."""
+    flat, missing = None, target.end - target.begin
+    for file in files:
+        for first, to, count in overlaps(file.pieces[name], target):
+            part = file.read(name, first, count)
+            if flat is None:
+                flat = torch.zeros(like.numel(), dtype=part.dtype)
+            flat[to : to + count] = part
+            missing -= count
+    if missing:
+        raise damaged(path / "manifest.json", f"lacks {missing:,} elements of {name}")
+    return torch.zeros(like.shape) if flat is None else flat.view(like.shape)
+
+
+def _set_state(optimizer: torch.optim.Optimizer, states: dict[Tensor, dict[str, Tensor]]) -> None:
+    """Give each parameter its state; torch knows on which device and in which dtype."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    groups = optimizer.state_dict()["param_groups"]
+    numbered = {number: states[param] for number, param in enumerate(params) if states[param]}
+    optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+
+def _check_model(path: Path, index: dict, optimizer: BF16Optimizer, spec: ShardSpec) -> None:
+    """Refuse a checkpoint of another model before anything is read."""
+    there = {
+        name.removeprefix("master/"): files[0].pieces[name].shape
+        for name, files in index.items()
+        if name.startswith("master/")
+    }
+    here = {name: tuple(spec.shapes[name]) for name in optimizer.masters}
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
+            words = [f"of shape {list(s[name])}" if name in s else "missing" for s in (there, here)]
+            raise ValueError(
+                f"a checkpoint must be of the model that is trained, but {name} is {words[0]} in "
+                f"{path}, and here it is {words[1]}. Pass the --model and --lora-rank it was made "
+                "with, or another --out."
+            )
+
+
+def _attempt(action, *args) -> OSError | None:
+    """Run what may fail on one rank alone; the error is raised later, on every rank."""
+    try:
+        action(*args)
+    except OSError as error:
+        return error
+    return None
+
+
+def _clear(part: Path) -> None:
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
