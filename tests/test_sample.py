@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from minitrain.corpus import Tokenizer, train_tokenizer
+from minitrain.generate import generate
+from minitrain.huggingface import load_model
+from minitrain.mesh import Mesh
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "sample.py"
@@ -45,7 +48,6 @@ def sample(*arguments, **settings) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
-    pytest.importorskip("minitrain.huggingface")
     path = tmp_path_factory.mktemp("model")
     save_tiny(path)
     return path
@@ -105,10 +107,18 @@ def test_stop_tokens_come_from_all_files(directory):
         sys.path.remove(str(SCRIPT.parent))
     tokenizer = Tokenizer.load(directory)
     assert stop_ids(directory, tokenizer) == [tokenizer.eos_id]
+    ids = generate(
+        load_model(directory, Mesh(), torch.device("cpu"), torch.float32)[0],
+        tokenizer.encode("def f("),
+        20,
+    )
     path = directory / "generation_config.json"
-    old = path.read_text() if path.exists() else "{}"
-    path.write_text(json.dumps({"eos_token_id": [7, tokenizer.eos_id]}))
+    old = path.read_text()
+    path.write_text(json.dumps({"eos_token_id": [ids[5], tokenizer.eos_id]}))
     try:
-        assert stop_ids(directory, tokenizer) == sorted([7, tokenizer.eos_id])
+        assert stop_ids(directory, tokenizer) == sorted([ids[5], tokenizer.eos_id])
+        result = sample(directory, "--prompt", "def f(", "--max-new-tokens", 20)
+        until = tokenizer.decode(ids[: ids.index(ids[5])])
+        assert result.stdout.decode() == f"def f({until}\n"
     finally:
         path.write_text(old)
