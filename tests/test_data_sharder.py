@@ -150,6 +150,10 @@ def test_micro_batches_are_all_rows_in_order():
 
 def test_documents_stay_on_the_host():
     """Reading documents' lengths waits for the device in every layer."""
-    batch = shard_batch(uneven_rows(packed=True), Mesh()).to(torch.device("meta"))
-    assert batch.input_ids.is_meta and batch.labels.is_meta and batch.position_ids.is_meta
-    assert batch.documents.device.type == "cpu"
+    batch = shard_batch(uneven_rows(packed=True), Mesh())
+    for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        moved = batch.to(torch.device(kind))
+        assert moved.labels.device.type == moved.input_ids.device.type == kind
+        assert moved.position_ids.device.type == kind
+        assert torch.equal(moved.documents, batch.documents)
+        assert moved.documents.device.type == "cpu"

@@ -36,31 +36,47 @@ CONFIGS = {
         residual_multiplier=0.5,
     ),
 }
-# name -> sp, tp, split_activations
+# name -> dp, sp, tp, split_activations
 LAYOUTS = {
-    "one": (1, 1, False),
-    "tp2": (1, 2, False),
-    "tp2_split": (1, 2, True),
-    "tp4_replicated_kv": (1, 4, False),
-    "tp4_replicated_kv_split": (1, 4, True),
-    "sp2": (2, 1, False),
-    "sp4": (4, 1, False),
-    "sp2_tp2": (2, 2, False),
-    "sp2_tp2_split": (2, 2, True),
+    "one": (1, 1, 1, False),
+    "dp2": (2, 1, 1, False),
+    "tp2": (1, 1, 2, False),
+    "tp2_split": (1, 1, 2, True),
+    "tp4_replicated_kv": (1, 1, 4, False),
+    "tp4_replicated_kv_split": (1, 1, 4, True),
+    "sp2": (1, 2, 1, False),
+    "sp4": (1, 4, 1, False),
+    "sp2_tp2": (1, 2, 2, False),
+    "sp2_tp2_split": (1, 2, 2, True),
+    "dp2_sp2_tp2": (2, 2, 2, False),
 }
 
 
+def rows_of(kind: str, vocab_size: int):
+    """Global batches: "plain", of odd length and "packed", or with labels in one half only."""
+    packed = kind == "packed"
+    rows = uneven_rows(length=13 if packed else 16, vocab_size=vocab_size, packed=packed)
+    if kind == "second_half":  # of each row: an sp rank has none
+        rows.labels[:, :9] = -100
+        rows.labels[:, 9:] = rows.input_ids[:, 9:]
+    if kind == "last_rows":  # a dp rank has none
+        rows.labels[:2] = -100
+    return rows
+
+
 @functools.cache
-def dense(name: str, packed: bool):
-    """The judge's logits, loss and gradients for uneven_rows; packed ones of odd length."""
-    config, length = CONFIGS[name], 13 if packed else 16
-    rows = uneven_rows(length=length, vocab_size=config.vocab_size, packed=packed)
+def dense(name: str, kind: str):
+    """The judge's logits, loss and gradients for rows_of(kind)."""
+    config = CONFIGS[name]
+    rows = rows_of(kind, config.vocab_size)
     leaves = {n: w.requires_grad_() for n, w in lively_weights(config).items()}
     model, documents = reference_model(config, leaves), documents_of(rows)
-    total, count = reference_loss(model, documents)
+    total, _ = reference_loss(model, documents)
     total.backward()
-    logits = torch.cat([model(d.ids).detach() for d in documents]).unflatten(0, (4, length))
-    return rows, logits, total.item(), count, {n: w.grad for n, w in leaves.items()}
+    logits = torch.cat([model(d.ids).detach() for d in documents]).unflatten(
+        0, rows.input_ids.shape
+    )
+    return rows, logits, total.item(), {n: w.grad for n, w in leaves.items()}
 
 
 def gather(parts: dict, spec: ShardSpec, mesh: Mesh) -> dict[str, torch.Tensor]:
@@ -69,11 +85,11 @@ def gather(parts: dict, spec: ShardSpec, mesh: Mesh) -> dict[str, torch.Tensor]:
     return gather_state_dict(holder, spec, mesh)
 
 
-def sharded(name: str, layout: tuple[int, int, bool], packed: bool, tiled: bool):
+def sharded(name: str, layout: tuple[int, int, int, bool], kind: str, tiled: bool):
     """Forward and backward on this rank; compare with the judge's numbers, here."""
-    sp, tp, split = layout
-    config, mesh = CONFIGS[name], counting_mesh(sp, tp)
-    rows, want_logits, want_loss, _, want_grads = dense(name, packed)
+    _, sp, tp, split = layout
+    config, mesh = CONFIGS[name], init_mesh(sp, tp)
+    rows, want_logits, want_loss, want_grads = dense(name, kind)
     model, spec = tiny_model(config, lively_weights(config), mesh, split_activations=split)
     batch = shard_batch(rows, mesh)
     inputs = (batch.input_ids, batch.position_ids, batch.documents)
@@ -92,17 +108,17 @@ def sharded(name: str, layout: tuple[int, int, bool], packed: bool, tiled: bool)
         logits = model(*inputs)
         loss = cross_entropy_sum(logits, batch.labels, mesh.tp, vocab_size=config.vocab_size)
         whole = logits.detach()
-        for axis, dim in ((mesh.sp, 1), (mesh.tp, 2)):
+        for axis, dim in ((mesh.sp, 1), (mesh.tp, 2), (mesh.dp, 0)):
             whole = axis.group.all_gather(whole, dim) if axis.size > 1 else whole
         close(whole[..., : config.vocab_size], want_logits)
     loss.backward()
 
     total = loss.detach().clone()
     grads = {n: p.grad for n, p in model.named_parameters()}
-    if mesh.sp.size > 1:
-        mesh.sp.group.all_reduce_(total, "sum")
+    if mesh.dp_sp.size > 1:
+        mesh.dp_sp.group.all_reduce_(total, "sum")
         for grad in grads.values():
-            mesh.sp.group.all_reduce_(grad, "sum")
+            mesh.dp_sp.group.all_reduce_(grad, "sum")
     assert abs(total.item() / want_loss - 1) < 1e-12
     gathered = gather(grads, spec, mesh)
     assert gathered.keys() == want_grads.keys()
@@ -112,6 +128,11 @@ def sharded(name: str, layout: tuple[int, int, bool], packed: bool, tiled: bool)
         rows_here = share_slices(n, spec, mesh)[0]
         assert not grad[rows_here.stop - rows_here.start :].any(), n
     return {n: grad for n, grad in grads.items() if spec[n] is None}
+
+
+def world(layout: str) -> int:
+    dp, sp, tp, _ = LAYOUTS[layout]
+    return dp * sp * tp
 
 
 def assert_all_ranks_equal(ranks: list[dict]) -> None:
@@ -126,20 +147,26 @@ def test_logits_loss_and_gradients_equal_the_dense_model(layout, config):
     """Any sum over tp or sp missing, doubled or misplaced; tied gradients missing a part (24);
     replicated parameters with different gradients (25, 26); padding that leaves a trace (10).
     """
-    sp, tp, _ = LAYOUTS[layout]
-    dense(config, False)  # made once here, inherited by every fork
-    ranks = run_ranks(sharded, sp * tp, config, LAYOUTS[layout], False, False)
+    dense(config, "plain")  # made once here, inherited by every fork
+    ranks = run_ranks(sharded, world(layout), config, LAYOUTS[layout], "plain", False)
     assert_all_ranks_equal(ranks)
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "sp2", "sp2_tp2_split"])
+@pytest.mark.parametrize("kind", ["second_half", "last_rows"])
+@pytest.mark.parametrize("layout", ["dp2", "sp2", "sp2_tp2_split", "dp2_sp2_tp2"])
+def test_a_rank_without_labels_takes_part(layout, kind):
+    """A rank with only -100 labels gives NaN, or leaves a collective out (case 2)."""
+    dense("tied", kind)
+    run_ranks(sharded, world(layout), "tied", LAYOUTS[layout], kind, False, timeout_s=30)
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2", "sp2", "sp2_tp2_split", "dp2_sp2_tp2"])
 def test_packed_rows_and_tiled_loss(layout):
     """Documents see each other under sp, tiles lose a part of the gradient, or a row length that
     sp does not divide leaves a trace (7, 13, 16).
     """
-    sp, tp, _ = LAYOUTS[layout]
-    dense("tied_odd_vocabulary", True)
-    run_ranks(sharded, sp * tp, "tied_odd_vocabulary", LAYOUTS[layout], True, True)
+    dense("tied_odd_vocabulary", "packed")
+    run_ranks(sharded, world(layout), "tied_odd_vocabulary", LAYOUTS[layout], "packed", True)
 
 
 def calls_per_axis(split: bool):
