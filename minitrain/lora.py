@@ -70,10 +70,10 @@ class LoRALinear(nn.Module):
     lora_A, lora_B   this rank's share of the factors, [R, in] and [out, R]
 
     Communicates   forward, row parallel: all-reduce (or with split activations reduce-scatter) over
-                   tp of h_bsR. Backward, column parallel and replicated heads: all-reduce of A's
-                   gradient, [R, in]; the other choice, A's output, has a row for every token, which
-                   is more as a rule. Backward, replicated heads and split activations: of B's
-                   gradient
+                   tp of y_bsO and h_bsR together. Backward, column parallel and replicated heads:
+                   all-reduce of A's gradient, [R, in]; the other choice, A's output, has a row for
+                   every token, which is more as a rule. Backward, replicated heads and split
+                   activations: of B's gradient
     """
 
     def __init__(self, layer: nn.Module, lora_A: Tensor, lora_B: Tensor, config: LoRAConfig):
@@ -83,23 +83,38 @@ class LoRALinear(nn.Module):
         self.lora_A, self.lora_B = nn.Parameter(lora_A), nn.Parameter(lora_B)
         self.scale, self.dropout = config.scale, config.dropout
         self.tp = getattr(layer, "tp", Axis("tp"))
+        self.A_is_copied = False  # the caller sums A's gradient over tp (memory.TiledMLP)
 
     def forward(self, x_bsi: Tensor) -> Tensor:
-        layer, A, B, scale = self.layer[0], self.lora_A, self.lora_B, self.scale
-        y_bso = layer(x_bsi)
-        if self.dropout and self.training:
-            x_bsi, scale = self._drop(x_bsi), scale / (1 - self.dropout)
+        layer, B = self.layer[0], self.lora_B
         if isinstance(layer, RowParallelLinear):
-            # Each rank's h is a part of the sum: added up, so that B's gradient is complete.
-            h_bsR = leave_region(F.linear(x_bsi, A), self.tp, layer.split_sequence)
-            B = copy_to(B, self.tp) if layer.split_sequence else B
-        else:
-            # Each rank's outputs are others: their gradients are parts of A's, summed by copy_to.
-            if isinstance(layer, ColumnParallelLinear) and not layer.input_is_copied:
-                x_bsi = copy_to(x_bsi, self.tp)
-            h_bsR = F.linear(x_bsi, copy_to(A, self.tp))
-            B = layer.pick(B) if isinstance(layer, ReplicatedHeadsLinear) else B
-        return y_bso + F.linear(h_bsR * scale, B)
+            return self.leave(self.partial(x_bsi))
+        y_bso = layer(x_bsi)
+        # Each rank's outputs are others: their gradients are parts of A's, summed by copy_to.
+        if isinstance(layer, ColumnParallelLinear) and not layer.input_is_copied:
+            x_bsi = copy_to(x_bsi, self.tp)
+        A = self.lora_A if self.A_is_copied else copy_to(self.lora_A, self.tp)
+        B = layer.pick(B) if isinstance(layer, ReplicatedHeadsLinear) else B
+        return y_bso + F.linear(self._scaled(x_bsi, A), B)
+
+    def partial(self, x_bsi: Tensor) -> Tensor:
+        """This rank's part of y and of h, side by side: [b, s, O + R] (row parallel, or plain)."""
+        return torch.cat([F.linear(x_bsi, self.weight), self._scaled(x_bsi, self.lora_A)], -1)
+
+    def leave(self, partial: Tensor) -> Tensor:
+        """Add the ranks' parts up; only then B, so that its gradient is complete."""
+        split_sequence = getattr(self.layer[0], "split_sequence", False)
+        y_bsO, h_bsR = leave_region(partial, self.tp, split_sequence).split(
+            [self.weight.shape[0], self.lora_A.shape[0]], -1
+        )
+        B = copy_to(self.lora_B, self.tp) if split_sequence else self.lora_B
+        y_bsO = y_bsO + F.linear(h_bsR, B)
+        return y_bsO if self.bias is None else y_bsO + self.bias
+
+    def _scaled(self, x_bsi: Tensor, A: Tensor) -> Tensor:
+        if not (self.dropout and self.training):
+            return F.linear(x_bsi, A) * self.scale
+        return F.linear(self._drop(x_bsi), A) * (self.scale / (1 - self.dropout))
 
     def _drop(self, x_bsi: Tensor) -> Tensor:
         """Set some inputs to zero, the same ones on every tp: a mask is drawn for the whole width.
