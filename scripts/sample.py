@@ -1,6 +1,7 @@
 """Continue a prompt with a model from a Hugging Face directory.
 
 python scripts/sample.py runs/default/final --prompt "import os"
+python scripts/sample.py DIR --adapter runs/lora/final --prompt "What is RoPE?"
 python scripts/sample.py DIR --prompt "What is RoPE?" --chat --temperature 0.7 --top-p 0.9
 """
 
@@ -8,13 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 import tyro
 
+from minitrain.adapter_files import base_of, is_adapter, load_adapter
 from minitrain.chat import ChatTemplate
 from minitrain.corpus import Tokenizer
 from minitrain.device import pick_device
@@ -30,9 +32,13 @@ class SampleConfig:
     """Continue a prompt with a model from a Hugging Face directory; the text comes on stdout."""
 
     directory: tyro.conf.Positional[Path]
-    """Directory with config.json, safetensors and tokenizer.json, such as a run's final/."""
+    """Directory with config.json, safetensors and tokenizer.json, such as a run's final/; or that
+    of an adapter, which names its base.
+    """
     prompt: str
     """Text to continue, or with --chat the user's message. "-" reads it from stdin."""
+    adapter: Path | None = None
+    """Directory of a LoRA adapter for the model in directory."""
     chat: bool = False
     """Put the prompt through the directory's chat template and print only the answer."""
     max_new_tokens: int = 128
@@ -76,12 +82,17 @@ def prompt_ids(config: SampleConfig, tokenizer: Tokenizer, prompt: str) -> list[
 
 def main(config: SampleConfig) -> None:
     """Load, encode, and print the text as it comes."""
+    if is_adapter(config.directory):
+        base = base_of(config.directory)
+        config = replace(config, directory=base, adapter=config.adapter or config.directory)
     prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
     tokenizer = Tokenizer.load(config.directory)
     ids = prompt_ids(config, tokenizer, prompt)
     check_sampling(ids, config.max_new_tokens, config.temperature, config.top_p)
     device = pick_device(config.device)
-    model, _ = load_model(config.directory, Mesh(), device.torch_device, DTYPES[config.dtype])
+    model, spec = load_model(config.directory, Mesh(), device.torch_device, DTYPES[config.dtype])
+    if config.adapter:
+        load_adapter(config.adapter, model, Mesh(), spec)
     length, limit = len(ids) + config.max_new_tokens, model.config.max_position
     if length > limit:
         print(
