@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Collection
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -88,14 +89,39 @@ def read_adapter_config(directory: str | Path) -> LoRAConfig:
     return LoRAConfig(rank, float(alpha), float(dropout), tuple(layers), bool(rslora))
 
 
+def check_same(directory: str | Path, wanted: LoRAConfig, layers: Collection[str]) -> None:
+    """Refuse to go on with the training of an adapter under other settings than its own.
+
+    layers    the names of all that the wanted targets choose
+
+    Raises    ValueError with the flags to pass
+    """
+    has = read_adapter_config(directory)
+    same = all(getattr(has, n) == getattr(wanted, n) for n in ("rank", "alpha", "rslora"))
+    if not same or set(has.targets) != set(layers):
+        targets = dict.fromkeys(name.rpartition(".")[2] for name in has.targets)
+        raise ValueError(
+            f"training of an adapter goes on with its own settings: pass --lora-rank {has.rank} "
+            f"--lora-alpha {has.alpha:g} {'--lora-rslora ' * has.rslora}--lora-targets "
+            f"{' '.join(targets)}. Or merge {directory} (scripts/merge_lora.py), to train all of "
+            "the model."
+        )
+
+
 def load_adapter(
-    directory: str | Path, model: CausalLM, mesh: Mesh, shard_spec: ShardSpec
+    directory: str | Path,
+    model: CausalLM,
+    mesh: Mesh,
+    shard_spec: ShardSpec,
+    *,
+    dropout: float | None = None,
 ) -> LoRAConfig:
     """Add an adapter from files to a sharded model, in place; each rank reads only its share.
 
     model        the adapter's base, after shard_model, weights filled in
+    dropout      in training from now on; None: the adapter's own
 
-    Returns      the adapter's settings, as read_adapter_config
+    Returns      the adapter's settings
     Raises       ValueError naming file, tensor and sizes when the adapter is for another base;
                  those of read_adapter_config and adapted_layers
     """
@@ -119,6 +145,7 @@ def load_adapter(
     short = replace(config, targets=tuple(dict.fromkeys(n.rpartition(".")[2] for n, _ in found)))
     whole = adapted_layers(shapes, config)
     config = short if adapted_layers(shapes, short) == whole else config
+    config = config if dropout is None else replace(config, dropout=dropout)
     add_lora(model, config, mesh, shard_spec)
     params = lora_parameters(model)
     read = tensor_reader({f"{PREFIX}{name}.weight": file for name in params})

@@ -213,6 +213,13 @@ def merge_lora(model: CausalLM, shard_spec: ShardSpec | None = None) -> None:
     model.requires_grad_(True)
 
 
+def base_spec(shard_spec: ShardSpec) -> ShardSpec:
+    """The spec without the adapters."""
+    base = [name for name in shard_spec if not name.endswith((".lora_A", ".lora_B"))]
+    shapes = shard_spec.shapes
+    return ShardSpec({n: shard_spec[n] for n in base}, {n: shapes[n] for n in base})
+
+
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """This rank's share of all adapters: name -> parameter."""
     named = model.named_parameters()
