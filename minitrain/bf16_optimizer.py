@@ -27,7 +27,8 @@ class BF16Optimizer:
 
     buffer        [num_shards, n] main gradients of all parameters: row r holds the pieces of shard
                   r, in order, each parameter flattened and padded with zeros to a multiple of
-                  num_shards
+                  num_shards. None on devices that compile, where main_grads are no views of it: a
+                  write to a view there would copy the buffer
     main_grads    name -> its main gradient in buffer, in the parameter's shape if unsharded, else
                   [num_shards, piece]
     grads         name -> what the optimizer reads: main_grads, or this shard's pieces once they
@@ -48,6 +49,7 @@ class BF16Optimizer:
         first = next(iter(self.params.values()))
         dtype = torch.promote_types(first.dtype, torch.float32)
         piece = {name: -(-p.numel() // num_shards) for name, p in self.params.items()}
+        self.use_views = first.device.type in ("cpu", "cuda")
         self.buffer = torch.zeros(num_shards, sum(piece.values()), dtype=dtype, device=first.device)
         self.main_grads = self._cut(self.buffer, piece)
         sharded_grads = torch.zeros_like(self.buffer[0]) if num_shards > 1 else None
@@ -62,6 +64,8 @@ class BF16Optimizer:
             master.copy_(self._piece_of(name, shard_rank, piece[name]).view_as(master))
             self.masters[name] = master.requires_grad_()
             master.grad = self.grads[name]
+        if not self.use_views:
+            self.buffer = self.shard_buffer = None
         matrices = [m for name, m in self.masters.items() if self.params[name].ndim > 1]
         others = [m for name, m in self.masters.items() if self.params[name].ndim <= 1]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
@@ -69,20 +73,23 @@ class BF16Optimizer:
         self.updates = torch.zeros(1, dtype=torch.int32, device=first.device)
 
     def _cut(self, buffer: Tensor, piece: dict[str, int]) -> dict[str, Tensor]:
-        """Views of a [rows, n] buffer, one for each parameter, in its own shape when the buffer
-        holds all of it.
+        """Views of a [rows, n] buffer (copies on devices that compile), one for each parameter, in
+        its own shape when the buffer holds all of it.
         """
         views, start = {}, 0
         for name, size in piece.items():
             view = buffer[:, start : start + size]
             whole = self.num_shards == 1
-            views[name] = view.view(self.params[name].shape) if whole else view.squeeze(0)
+            view = view.view(self.params[name].shape) if whole else view.squeeze(0)
+            views[name] = view if self.use_views else view.clone()
             start += size
         return views
 
     def _piece_of(self, name: str, rank: int, size: int) -> Tensor:
-        """Piece `rank` of a flattened parameter, filled up with zeros."""
-        flat = self.params[name].detach().reshape(-1)[rank * size : (rank + 1) * size]
+        """Piece `rank` of a flattened parameter, filled up with zeros, on the host: on a compiling
+        device each rank's slice would be another program.
+        """
+        flat = self.params[name].detach().cpu().reshape(-1)[rank * size : (rank + 1) * size]
         return torch.nn.functional.pad(flat, (0, size - flat.numel()))
 
     @torch.no_grad()
@@ -123,7 +130,9 @@ class BF16Optimizer:
             self.updates += (~skip).to(torch.int32)
         if self.num_shards == 1:
             torch._foreach_copy_(list(self.params.values()), list(self.masters.values()))
-        self.buffer.zero_()
+        torch._foreach_zero_(
+            list(self.main_grads.values()) if self.buffer is None else [self.buffer]
+        )
 
     def _step_unless(self, skip: Tensor) -> None:
         """optimizer.step() that changes nothing when skip is True."""

@@ -27,8 +27,8 @@ class Batch:
     input_ids      int64 [b, s]
     labels         int64 [b, s], already shifted: position t predicts labels[t]; -100 = no loss
     position_ids   int64 [b, s], position within the document, counted over the whole row
-    documents      int64 [b, S] on the host: document of every position of the whole rows; None: one
-                   document a row
+    documents      int64 [b, S]: document of every position of the whole rows, on the host for cpu
+                   and cuda; None: one document a row
     """
 
     input_ids: Tensor
@@ -37,14 +37,17 @@ class Batch:
     documents: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """Move what the model reads to the device; documents stay on the host, where their lengths
-        are read.
+        """Move what the model reads to the device. Documents stay on the host, where their lengths
+        are read, except for devices that compile: see attention.py.
         """
-        ids, labels, positions = (
+        moved = [
             x.to(device, non_blocking=True)
             for x in (self.input_ids, self.labels, self.position_ids)
-        )
-        return Batch(ids, labels, positions, self.documents)
+        ]
+        documents = self.documents
+        if documents is not None and device.type not in ("cpu", "cuda"):
+            documents = documents.to(device)
+        return Batch(*moved, documents)
 
     def split(self, micro_batch_size: int) -> list[Batch]:
         """Cut into micro-batches of micro_batch_size rows; the last may be shorter."""

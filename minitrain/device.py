@@ -1,9 +1,11 @@
-"""The devices a rank can run on, and the collectives of each: the only file that imports an
-accelerator package.
+"""The devices a rank can run on: the only file that imports an accelerator package.
 
-A `Device` belongs to one rank and is passed in, never a global. What it makes for an axis of the
-mesh is a *group*: four functional collectives (they return a new tensor) and one in-place sum.
-Everything above this file is written once.
+A `Device` belongs to one rank and is passed in, never a global: torch-xla's CPU devices are threads
+of one process. Everything above this file is written once.
+
+Written for, never run: TPUs, and Trainium on both of its stacks (xla with torch-neuronx 2.9, and
+neuron, torch-neuronx 2.13 or later). The collectives and training on xla were run on torch-xla's
+CPU devices; neuron's on a stand-in that accepts only what its process group accepts.
 """
 
 from __future__ import annotations
@@ -11,63 +13,38 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-KINDS = ("auto", "cpu", "cuda")
-REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# torch 2.13 renamed two collectives; 2.9 has only the older names.
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from minitrain.environment import check_environment, check_xla_world, has_neuron
+from minitrain.groups import TorchGroup, XlaGroup
+
 # The launcher kills a job whose ranks do not all arrive; slow loading must not look like that.
 STARTUP_TIMEOUT = timedelta(minutes=30)
-
-
-class TorchGroup:
-    """The collectives of one torch.distributed process group (gloo, nccl)."""
-
-    def __init__(self, ranks: list[int], process_group: dist.ProcessGroup):
-        self.ranks, self.process_group, self.size = ranks, process_group, len(ranks)
-
-    def all_reduce_(self, x: Tensor, op: str) -> None:
-        dist.all_reduce(x, REDUCE_OPS[op], group=self.process_group)
-
-    def all_reduce(self, x: Tensor, op: str) -> Tensor:
-        x = x.clone(memory_format=torch.contiguous_format)
-        self.all_reduce_(x, op)
-        return x
-
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        x = x.movedim(dim, 0).contiguous()
-        whole = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        ALL_GATHER(whole, x, group=self.process_group)
-        return whole.movedim(0, dim)
-
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        x = x.movedim(dim, 0).contiguous()
-        part = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-        REDUCE_SCATTER(part, x, group=self.process_group)
-        return part.movedim(0, dim)
-
-    def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-        parts = torch.stack(x.chunk(self.size, split_dim))  # one part for each rank, in order
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=self.process_group)
-        return torch.cat(received.unbind(), concat_dim)
 
 
 class Device:
     """One rank's device: where its tensors live and how its process groups are made.
 
-    kind           "cpu" or "cuda"
+    kind           "cpu", "cuda", "xla" or "neuron"
     torch_device   torch.device to put tensors on
+    compiles       every new shape or constant is a new program: xla, neuron
+    has_float64    whether it computes in float64
+    host_group     process group for barriers and host objects; None: the default one serves
     """
 
     kind = "cpu"
     backend = "gloo"
+    compiles = False
+    has_float64 = True
+    host_group: dist.ProcessGroup | None = None
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -91,8 +68,38 @@ class Device:
         groups = [TorchGroup(ranks, dist.new_group(ranks)) for ranks in all_ranks]
         return next(group for group in groups if rank in group.ranks)
 
+    def barrier(self) -> None:
+        """Wait for every rank; nothing to wait for alone."""
+        if dist.is_initialized():
+            dist.barrier(group=self.host_group)
+
     def sync(self) -> None:
-        """End of a compiled graph on lazy devices; nothing to do here."""
+        """End of a compiled graph on lazy devices; nothing to do here. Tests may replace it."""
+
+    def compile(self, module: nn.Module) -> nn.Module:
+        """The module, compiled in place, where that is something one asks for."""
+        module.compile()
+        return module
+
+    def checkpoint(self, fn: Callable, *args):
+        """fn(*args), of which only args are kept for the backward pass: it computes fn again."""
+        return checkpoint(fn, *args, use_reentrant=False)
+
+    def flash_kernel(self) -> Callable | None:
+        """neuronx-distributed's attention kernel where there is one, for attention.py."""
+        return None
+
+    def rank_order(self, tp: int) -> list[int]:
+        """The ranks, in the order in which the mesh lays them out: tp fastest."""
+        return list(range(self.world_size()))
+
+    def fallback_operators(self) -> list[str]:
+        """Operators that ran on the host so far because the device has none."""
+        return []
+
+    def describe(self) -> str:
+        """The device in words, with what is special about this run."""
+        return self.kind
 
     def wait(self) -> None:
         """Wait until everything asked of the device is done (for timing and memory figures)."""
@@ -141,20 +148,178 @@ class CudaDevice(Device):
         torch.cuda.set_rng_state(state)
 
 
-def pick_device(kind: str = "auto") -> Device:
+class XlaDevice(Device):
+    """torch-xla: lazy, a step's operators become one compiled program when sync is called.
+
+    On Trainium (torch-neuronx 2.9) with NKI's flash attention and neuronx-distributed's rank layout
+    when that package is there.
+    """
+
+    kind = backend = "xla"
+    compiles = True
+
+    def __init__(self) -> None:
+        if find_spec("torch_neuronx"):  # read when torch_xla is imported
+            os.environ.setdefault("NEURON_CC_FLAGS", "--model-type=transformer --auto-cast=none")
+        import torch_xla
+        import torch_xla.core.xla_model as xm
+        import torch_xla.distributed.xla_backend  # makes the process group "xla" known
+        import torch_xla.runtime as xr
+
+        self.torch_xla, self.xm, self.xr = torch_xla, xm, xr
+
+    @cached_property
+    def torch_device(self) -> torch.device:
+        return self.torch_xla.device()
+
+    @cached_property
+    def hardware(self) -> str:
+        """CPU, TPU or NEURON."""
+        return self.xr.device_type() or "CPU"
+
+    @property
+    def has_float64(self) -> bool:
+        return self.hardware == "CPU"
+
+    def init_process_group(self, rank: int, world_size: int, **rendezvous) -> None:
+        super().init_process_group(rank, world_size, **rendezvous)
+        self.host_group = dist.new_group(backend="gloo")
+        check_xla_world(self.xr.world_size(), world_size, self.hardware)
+
+    def rank(self) -> int:
+        return self.xr.global_ordinal()
+
+    def world_size(self) -> int:
+        return self.xr.world_size()
+
+    def make_group(self, all_ranks: list[list[int]], rank: int) -> XlaGroup:
+        return XlaGroup(self.xm, all_ranks, rank)
+
+    def sync(self) -> None:
+        self.torch_xla.sync()
+
+    def wait(self) -> None:
+        self.sync()
+        self.xm.wait_device_ops()
+
+    def compile(self, module: nn.Module) -> nn.Module:
+        return module  # everything is compiled
+
+    def checkpoint(self, fn: Callable, *args):
+        from torch_xla.utils.checkpoint import checkpoint
+
+        # It sees gradients only through its inputs: with frozen embeddings none asks for one.
+        if not any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            args = (args[0].detach().requires_grad_(), *args[1:])
+        return checkpoint(fn, *args, use_reentrant=True)
+
+    @cached_property
+    def has_nxd(self) -> bool:
+        """Whether this is Trainium with neuronx-distributed installed."""
+        return self.hardware == "NEURON" and find_spec("neuronx_distributed") is not None
+
+    def flash_kernel(self) -> Callable | None:
+        if not self.has_nxd:
+            return None
+        from neuronx_distributed.kernels.flash_attn import nki_flash_attn_func
+
+        return nki_flash_attn_func
+
+    def rank_order(self, tp: int) -> list[int]:
+        if not self.has_nxd:
+            return super().rank_order(tp)
+        from neuronx_distributed.parallel_layers import parallel_state
+
+        groups = parallel_state.initialize_model_parallel(tp, mesh_only=True).tp_groups
+        return [rank for group in groups for rank in group]
+
+    def memory_peak_bytes(self) -> int | None:
+        if self.hardware == "CPU":
+            return super().memory_peak_bytes()
+        try:
+            return self.xm.get_memory_info(self.torch_device)["peak_bytes_used"]
+        except (RuntimeError, KeyError):  # not every runtime tells
+            return None
+
+    def random_state(self) -> Tensor:
+        return torch.tensor([self.xm.get_rng_state()]).view(torch.uint8)
+
+    def set_random_state(self, state: Tensor) -> None:
+        self.xm.set_rng_state(int(state.view(torch.int64)))
+
+    def describe(self) -> str:
+        words = f"xla on {self.hardware}"
+        if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):
+            words += ", under neuron_parallel_compile: programs are compiled, all numbers are void"
+        return words
+
+
+class NeuronDevice(Device):
+    """TorchNeuron, the native stack: torch-neuronx 2.13 or later, one process per logical core."""
+
+    kind = backend = "neuron"
+    compiles = True
+    has_float64 = False
+
+    def __init__(self) -> None:
+        # An operator that the device has and that fails must not quietly run on the host instead.
+        os.environ.setdefault("TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS", "1")
+
+    @cached_property
+    def torch_device(self) -> torch.device:
+        return torch.device("neuron")
+
+    def init_process_group(self, rank: int, world_size: int, **rendezvous) -> None:
+        super().init_process_group(rank, world_size, **rendezvous)  # first: it starts the runtime
+        torch.neuron.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        self.host_group = dist.new_group(backend="gloo")
+
+    def wait(self) -> None:
+        torch.neuron.synchronize()
+
+    def compile(self, module: nn.Module) -> nn.Module:
+        module.compile(backend="neuron", dynamic=False)
+        return module
+
+    def memory_peak_bytes(self) -> int | None:
+        self.wait()
+        return torch.neuron.max_memory_allocated()
+
+    def peak_flops(self) -> float | None:
+        return 158e12  # of a logical core of Trn2 and Trn3, two physical ones
+
+    def random_state(self) -> Tensor:
+        return torch.neuron.get_rng_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        torch.neuron.set_rng_state(state)
+
+    def fallback_operators(self) -> list[str]:
+        import torch_neuronx
+
+        return sorted(map(str, torch_neuronx.get_fallback_ops()))
+
+
+DEVICES = {"cpu": Device, "cuda": CudaDevice, "xla": XlaDevice, "neuron": NeuronDevice}
+
+
+def pick_device(kind: str = "auto", dtype: str = "") -> Device:
     """Return this rank's device.
 
-    kind      "cpu", "cuda", or "auto": cuda when there is one, else cpu
+    kind      "cpu", "cuda", "neuron", "xla", or "auto": cuda or neuron when there is one, else cpu
+    dtype     the run's --dtype, to refuse fp64 where there is none
 
-    Raises    ValueError when the kind is unknown or not on this machine
+    Raises    ValueError when the kind is unknown or not on this machine, or when the environment
+              would change the precision
     """
-    if kind not in KINDS:
-        raise ValueError(f"device must be one of {', '.join(KINDS)}, not {kind!r}.")
-    if kind == "cuda" and not torch.cuda.is_available():
+    if kind == "auto":
+        found = {"cuda": torch.cuda.is_available(), "neuron": has_neuron()}
+        kind = next((name for name, there in found.items() if there), "cpu")
+    check_environment(kind, tuple(DEVICES))
+    device = DEVICES[kind]()
+    if dtype == "fp64" and not device.has_float64:
         raise ValueError(
-            f"--device cuda needs a CUDA GPU and a CUDA build of torch; torch {torch.__version__} "
-            "finds none. Pass --device cpu, or install a CUDA build."
+            f"--dtype fp64 needs a device that computes in float64, and {device.describe()} does "
+            "not. Pass --dtype fp32, or --device cpu."
         )
-    if kind == "cuda" or (kind == "auto" and torch.cuda.is_available()):
-        return CudaDevice()
-    return Device()
+    return device

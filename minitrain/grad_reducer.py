@@ -56,10 +56,15 @@ def reduce_main_grads(optimizer: BF16Optimizer, axis: Axis) -> dict[str, Tensor]
                    optimizer is sharded
     Communicates   over axis: all-reduce of the float32 gradients, or reduce-scatter when sharded
     """
+    buffer, mains = optimizer.buffer, list(optimizer.main_grads.values())
     if optimizer.num_shards == 1:
-        reduce_gradients_([optimizer.buffer], axis)
+        reduce_gradients_(mains if buffer is None else [buffer], axis)
+    elif buffer is not None:
+        optimizer.shard_buffer.copy_(axis.group.reduce_scatter(buffer, 0)[0])
     else:
-        optimizer.shard_buffer.copy_(axis.group.reduce_scatter(optimizer.buffer, 0)[0])
+        mine = axis.group.reduce_scatter(torch.cat(mains, 1), 0)[0]
+        for grad, part in zip(optimizer.grads.values(), mine.split([g.shape[1] for g in mains])):
+            grad.copy_(part)
     return optimizer.grads
 
 

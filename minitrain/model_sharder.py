@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from minitrain.attention import fixed_shape_attention
 from minitrain.collectives import all_gather
 from minitrain.mesh import Mesh, ShardSpec
 from minitrain.model import CausalLM, ModelConfig
@@ -75,6 +76,8 @@ def shard_model(
                 dims[f"{name}.bias"] = 0
     for module in model.modules():
         if hasattr(module, "core"):
+            if mesh.device.compiles:
+                module.core = fixed_shape_attention(module.core, mesh.device.flash_kernel())
             module.core = ulysses_attention(module.core, mesh.sp)
     model.tie()
     return ShardSpec({name: dims[name] for name, _ in model.named_parameters()}, shapes)
@@ -136,8 +139,10 @@ def fill_weights(
     model.tie()
     for name, param in model.named_parameters():
         slices = share_slices(name, spec, mesh)
-        param.zero_()
-        param[tuple(slice(0, s.stop - s.start) for s in slices)].copy_(read(name, slices))
+        # On the host, as each rank fills another slice: on xla that would be another program.
+        share = torch.zeros(param.shape, dtype=param.dtype)
+        share[tuple(slice(0, s.stop - s.start) for s in slices)] = read(name, slices)
+        param.copy_(share)
 
 
 def random_weights(config: ModelConfig, shapes: dict[str, tuple[int, ...]], seed: int) -> Callable:

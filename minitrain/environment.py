@@ -1,0 +1,62 @@
+"""What must be installed and set before a device is made, and what must not: refused in words."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+# These make torch-xla compute float32 tensors in 16 bits, while they still say float32.
+NARROWING = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWNCAST_FP16")
+
+
+def has_neuron() -> bool:
+    """Whether the native TorchNeuron is here; torch loads it by itself."""
+    return hasattr(torch, "neuron") and torch.neuron.is_available()
+
+
+def check_environment(kind: str, kinds: tuple[str, ...]) -> None:
+    """Refuse a device that is not here, or an environment that would change its numbers.
+
+    Raises    ValueError
+    """
+    if kind not in kinds:
+        raise ValueError(f"device must be one of auto, {', '.join(kinds)}, not {kind!r}.")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"--device cuda needs a CUDA GPU and a CUDA build of torch; torch {torch.__version__} "
+            "finds none. Pass --device cpu, or install a CUDA build."
+        )
+    if kind == "neuron" and not has_neuron():
+        raise ValueError(
+            "--device neuron needs a Trainium 2 or later and torch-neuronx 2.13 or later; torch "
+            f"{torch.__version__} finds none. With torch-neuronx 2.9 pass --device xla."
+        )
+    if kind == "xla" and not find_spec("torch_xla"):
+        raise ValueError(
+            f"--device xla needs torch-xla, which is not installed beside torch {torch.__version__}."
+            " Install torch 2.9 with torch-xla 2.9 (minitrain[xla]), or pass --device cpu."
+        )
+    narrowing = [name for name in NARROWING if os.environ.get(name, "0") != "0"]
+    if kind == "xla" and narrowing:
+        raise ValueError(
+            f"precision must come from --dtype alone, but {' and '.join(narrowing)} is set: it "
+            "makes float32 tensors 16 bits wide while they still say float32. Unset it and pass "
+            "--dtype bf16, which keeps float32 where it matters."
+        )
+
+
+def check_xla_world(seen: int, started: int, hardware: str) -> None:
+    """Refuse a world that XLA's runtime does not see: every collective would quietly do nothing.
+
+    seen, started   processes, as XLA's runtime and as the launcher count them
+
+    Raises          ValueError
+    """
+    if seen != started:
+        raise ValueError(
+            f"XLA's runtime must see all processes, but sees {seen} of the {started} that were "
+            f"started, on {hardware}: each would train alone. On Trainium start one process per "
+            "core with torchrun; CPU devices (PJRT_DEVICE=CPU) cannot be joined by torchrun."
+        )
