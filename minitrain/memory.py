@@ -34,9 +34,10 @@ def save_memory(
                                above is computed. On cpu offload is full
     tile_tokens                tokens of the MLP computed at a time, the same in both passes; 0: all
 
-    Raises                     ValueError when check_memory_settings would
+    Raises                     ValueError for a tile below 0, an unknown mode, or offload on a
+                               device it is not written for
     """
-    check_memory_settings(activation_checkpointing, tile_tokens, device.kind)
+    _check(activation_checkpointing, tile_tokens, device.kind)
     if activation_checkpointing != "none":
         on_host = activation_checkpointing == "offload" and device.kind == "cuda"
         model.run_block = _checkpointed(device, HostStore() if on_host else None)
@@ -44,16 +45,34 @@ def save_memory(
         block.mlp = TiledMLP(block.mlp, tile_tokens, device)
 
 
-def check_memory_settings(
-    activation_checkpointing: str, tile_tokens: int, kind: str, host_bytes: int = 0
-) -> None:
-    """Refuse settings that cannot work; needs no model.
+def check_memory_settings(config, model_config: ModelConfig) -> None:
+    """Refuse settings that cannot work, before anything is made.
 
-    kind         the device's: cpu, cuda, xla or neuron
-    host_bytes   what offload will keep in this host's memory, for all its ranks (offload_bytes)
+    config    scripts/train.py's TrainConfig
 
-    Raises       ValueError
+    Raises    ValueError as save_memory, and when the host has not the memory for offload: the bytes
+              of h_bsD for each block, on each of this host's ranks
     """
+    kind = config.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    _check(config.activation_checkpointing, config.tile_tokens, kind)
+    if config.activation_checkpointing != "offload" or kind == "cpu":
+        return
+    tokens = config.micro_batch_size * -(-config.seq_len // config.sp)
+    itemsize = {"bf16": 2, "fp32": 4, "fp64": 8}[config.dtype]
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    wanted = ranks * model_config.num_layers * tokens * model_config.hidden_size * itemsize
+    if wanted > (free := _free_host_bytes()):
+        raise ValueError(
+            f"offload keeps the inputs of {model_config.num_layers} blocks in host memory: "
+            f"{tokens:,} tokens x {model_config.hidden_size} x {itemsize} bytes for each of {ranks} "
+            f"ranks is {wanted / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free. Pass a smaller "
+            "--micro-batch-size, a larger --sp, or --activation-checkpointing full."
+        )
+
+
+def _check(activation_checkpointing: str, tile_tokens: int, kind: str) -> None:
     if tile_tokens < 0:
         raise ValueError(
             f"a tile must have at least one token, but --tile-tokens is {tile_tokens}. Pass 0 for "
@@ -64,28 +83,11 @@ def check_memory_settings(
             "activation checkpointing must be none, full or offload, not "
             f"{activation_checkpointing!r}."
         )
-    if activation_checkpointing != "offload" or kind == "cpu":
-        return
-    if kind != "cuda":
+    if activation_checkpointing == "offload" and kind not in ("cpu", "cuda"):
         raise ValueError(
-            "offload copies to pinned host memory on a stream of its own, which is written for "
-            f"cuda only, but the device is {kind}. Pass --activation-checkpointing full."
+            f"offload needs pinned host memory, which the {kind} device does not offer. Pass "
+            "--activation-checkpointing full."
         )
-    if (free := _free_host_bytes()) < host_bytes:
-        raise ValueError(
-            f"offload keeps every block's input in host memory: {host_bytes / 1e9:.1f} GB, but "
-            f"this host has {free / 1e9:.1f} GB free. Pass a smaller --micro-batch-size, a larger "
-            "--sp, or --activation-checkpointing full."
-        )
-
-
-def offload_bytes(config: ModelConfig, tokens: int, itemsize: int, local_ranks: int = 1) -> int:
-    """Host memory that offload takes: tokens x D x itemsize for each block, on every rank.
-
-    tokens        of a micro-batch on one rank, b * s
-    local_ranks   ranks on this host
-    """
-    return config.num_layers * tokens * config.hidden_size * itemsize * local_ranks
 
 
 def _free_host_bytes() -> int:

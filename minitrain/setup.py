@@ -29,6 +29,7 @@ from minitrain.huggingface import (
 from minitrain.launch import barrier, launched_rank, launched_world_size
 from minitrain.log import RunLog
 from minitrain.lora import LoRAConfig, adapted_layers, add_lora
+from minitrain.memory import check_memory_settings, save_memory
 from minitrain.mesh import Mesh, ShardSpec, check_layout, check_model
 from minitrain.model import CausalLM, ModelConfig
 from minitrain.resume import Checkpoints
@@ -88,7 +89,7 @@ def check_settings(config, world_size: int) -> None:
     for name in positive:
         if not getattr(config, name) > 0:
             raise ValueError(f"{_flag(name)} must be positive, not {getattr(config, name)}.")
-    not_negative = ("tile_tokens", "warmup_steps", "weight_decay", "eval_every", "adam_eps", "seed")
+    not_negative = ("warmup_steps", "weight_decay", "eval_every", "adam_eps", "seed")
     not_negative += ("save_every",)
     for name in not_negative:
         if not getattr(config, name) >= 0:
@@ -114,6 +115,7 @@ def check_settings(config, world_size: int) -> None:
     heads = model.num_heads, model.num_kv_heads
     check_model(config.sp, config.tp, *heads, model.intermediate_size)
     check_lora(config, model)
+    check_memory_settings(config, model)
     check_out(config.out, config.resume)
 
 
@@ -252,6 +254,7 @@ def make_model(config, mesh: Mesh) -> tuple[CausalLM, ShardSpec, Path | None]:
         load_adapter(config.model, model, mesh, spec, dropout=config.lora_dropout)
     elif config.lora_rank:
         add_lora(model, lora_config(config), mesh, spec)
+    save_memory(model, mesh.device, config.activation_checkpointing, config.tile_tokens)
     return model, spec, directory
 
 
