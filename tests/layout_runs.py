@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from minitrain.bf16_optimizer import BF16Optimizer
 from minitrain.data_sharder import shard_batch
 from minitrain.dataset import open_dataset
+from minitrain.memory import save_memory
 from minitrain.mesh import Axis, init_mesh
 from minitrain.model import CausalLM, ModelConfig
 from minitrain.model_sharder import fill_weights, gather_state_dict, shard_model
@@ -68,6 +69,7 @@ def build(mesh, settings, model_config=CONFIG, weights=None, **options):
     dtype = DTYPES[settings.dtype]
     cpu = torch.device("cpu")
     fill_weights(model, spec, mesh, cpu, dtype, lambda name, part: weights[name][part])
+    save_memory(model, mesh.device, settings.activation_checkpointing, settings.tile_tokens)
     shards = mesh.dp_sp if settings.shard_optimizer else Axis("none")
     optimizer = BF16Optimizer(
         model.named_parameters(), train.adamw(settings, cpu), shards.size, shards.rank
