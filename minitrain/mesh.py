@@ -11,7 +11,7 @@ along dp other rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from minitrain.device import Device
@@ -35,12 +35,16 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of the grid. dp_sp is dp and sp together: the ranks whose gradients are summed."""
+    """The axes of the grid. dp_sp is dp and sp together: the ranks whose gradients are summed.
+
+    device   this rank's device
+    """
 
     dp: Axis = Axis("dp")
     sp: Axis = Axis("sp")
     tp: Axis = Axis("tp")
     dp_sp: Axis = Axis("dp_sp")
+    device: Device = field(default_factory=Device)
 
     @property
     def world_size(self) -> int:
@@ -141,19 +145,14 @@ def init_mesh(sp: int = 1, tp: int = 1, device: Device | None = None) -> Mesh:
 
     grid = [[[(d * sp + s) * tp + t for t in range(tp)] for s in range(sp)] for d in range(dp)]
     d, s, t = rank // (sp * tp), rank // tp % sp, rank % tp
+    ranks_dp = [[grid[i][j][k] for i in range(dp)] for j in range(sp) for k in range(tp)]
+    ranks_sp = [[grid[i][j][k] for j in range(sp)] for i in range(dp) for k in range(tp)]
+    ranks_tp = [[grid[i][j][k] for k in range(tp)] for i in range(dp) for j in range(sp)]
+    ranks_dp_sp = [[grid[i][j][k] for i in range(dp) for j in range(sp)] for k in range(tp)]
     return Mesh(
-        dp=axis(
-            "dp", d, [[grid[i][j][k] for i in range(dp)] for j in range(sp) for k in range(tp)]
-        ),
-        sp=axis(
-            "sp", s, [[grid[i][j][k] for j in range(sp)] for i in range(dp) for k in range(tp)]
-        ),
-        tp=axis(
-            "tp", t, [[grid[i][j][k] for k in range(tp)] for i in range(dp) for j in range(sp)]
-        ),
-        dp_sp=axis(
-            "dp_sp",
-            d * sp + s,
-            [[grid[i][j][k] for i in range(dp) for j in range(sp)] for k in range(tp)],
-        ),
+        dp=axis("dp", d, ranks_dp),
+        sp=axis("sp", s, ranks_sp),
+        tp=axis("tp", t, ranks_tp),
+        dp_sp=axis("dp_sp", d * sp + s, ranks_dp_sp),
+        device=device,
     )
