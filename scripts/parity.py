@@ -119,9 +119,9 @@ def check_variant(layout, dims, variant, steps, seen, tolerance: float, plain: b
     return worst, sentences
 
 
-def own_steps(config: ParityConfig, layout: Layout) -> list[list[Step]]:
+def own_steps(config: ParityConfig, layout: Layout, variants: list[Variant]) -> list[list[Step]]:
     """The file's own step on one process, all rows in one micro-batch, for each variant."""
-    args = config.train_file, layout, VARIANTS, False, True
+    args = config.train_file, layout, variants, False, True
     ((found, _),) = run_ranks(run_rank, 1, *args, timeout_s=config.timeout_s)
     return [[
         Step(None, seen.metrics["loss"], int(seen.metrics.get("loss_tokens", 0)),
@@ -130,51 +130,50 @@ def own_steps(config: ParityConfig, layout: Layout) -> list[list[Step]]:
     ] for steps in found]  # fmt: skip
 
 
-def run_variants(config: ParityConfig, layout: Layout) -> tuple[list, dict, list[str]]:
+def run_variants(
+    config: ParityConfig, layout: Layout, variants: list[Variant]
+) -> tuple[list, dict, list[str]]:
     """Run the ranks; when that fails, again one variant at a time, to learn what works.
 
     Returns   for each variant what each rank saw (None: it failed), the ShardSpec, error texts
     """
 
-    def run(variants: list[Variant]) -> tuple[list, dict]:
-        args = config.train_file, layout, variants, config.tp_split_activations
+    def run(some: list[Variant]) -> tuple[list, dict]:
+        args = config.train_file, layout, some, config.tp_split_activations
         ranks = run_ranks(run_rank, layout.world, *args, timeout_s=config.timeout_s)
-        return [[found[v] for found, _ in ranks] for v in range(len(variants))], ranks[0][1]
+        return [[found[v] for found, _ in ranks] for v in range(len(some))], ranks[0][1]
 
-    try:
-        return *run(VARIANTS), []
-    except TimeoutError as error:
-        return (
-            [None] * len(VARIANTS),
-            {},
-            [
-                f"{error} Some ranks wait for a collective that others never enter: all must, also "
-                "with a micro-batch that has no loss token."
-            ],
-        )
-    except RuntimeError:
-        seen, dims, errors = [], {}, []
-    for variant in VARIANTS:
+    seen, dims, errors = [], {}, []
+    for some in [variants] if len(variants) == 1 else [variants, *([one] for one in variants)]:
         try:
-            (one,), dims = run([variant])
-            seen.append(one)
-        except (RuntimeError, TimeoutError) as error:
-            seen.append(None)
-            errors.append(f"{variant.name}: {error}")
+            found, dims = run(some)
+            seen += found
+        except TimeoutError as error:
+            words = "Some ranks wait for a collective that others never enter: all must, also with "
+            errors.append(f"{error} {words}a micro-batch that has no loss token.")
+            return [None] * len(variants), {}, errors
+        except RuntimeError as error:
+            if len(some) == 1:
+                seen.append(None)
+                errors.append(f"{some[0].name}: {error}")
+        if len(seen) == len(variants):
+            break
     return seen, dims, errors
 
 
-def check_layout_numbers(config: ParityConfig, layout: Layout) -> tuple[list[dict], list[str]]:
+def check_layout_numbers(
+    config: ParityConfig, layout: Layout, variants: list[Variant] = VARIANTS
+) -> tuple[list[dict], list[str]]:
     """Check one layout.
 
     Returns   lines of the table for each variant, and sentences; none when all is right
     """
-    seen, dims, errors = run_variants(config, layout)
-    references = own_steps(config, layout) if config.own else [
-        reference_steps(layout, variant.max_norm) for variant in VARIANTS
-    ]  # fmt: skip
+    references = [reference_steps(layout, variant.max_norm) for variant in variants]
+    if config.own:
+        references = own_steps(config, layout, variants)
+    seen, dims, errors = run_variants(config, layout, variants)
     columns, sentences = [], []
-    for variant, steps, ranks in zip(VARIANTS, references, seen):
+    for variant, steps, ranks in zip(variants, references, seen):
         args = layout, dims, variant, steps, ranks, config.tolerance, not config.own
         lines, words = check_variant(*args) if ranks else ({"ran": math.inf}, [])
         columns.append(lines)

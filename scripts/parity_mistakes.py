@@ -7,98 +7,68 @@ made here on one process, and the numbers it gives are compared with those of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from parity_reference import (
     IGNORE,
-    LR,
     NUM_MICRO,
     SEQ_LEN,
     STEPS,
-    WARMUP,
-    Step,
     adamw_update,
 )
-from parity_run import Seen, Variant, cut
-from parity_tokens import Tokens, Weights
+from parity_run import cut
+from parity_tokens import MATCH, Finding, near, parallel
 from torch import Tensor
 
-MATCH = 1e-7  # relative; a coincidence is far less likely than rounding
 
-
-class Finding:
-    """One wrong step of one variant, and what explains it."""
-
-    def __init__(self, layout, dims, variant: Variant, steps: list[Step], index: int, seen):
-        self.layout, self.dims, self.variant, self.index = layout, dims, variant, index
-        self.step, self.before = steps[index], steps[:index]
-        self.seen: list[Seen] = [rank[index] for rank in seen]
-        self.tokens = Tokens(layout, self.step, layout.batches()[index])
-
-    def vector(self, grads_of: Callable[[int, int], dict[str, Tensor]]) -> Tensor:
-        """What all ranks would hold, joined: shares of the whole gradient of each (dp, sp)."""
-        known, parts = {}, []
-        for rank in range(self.layout.world):
-            d, s, _ = self.layout.coordinates(rank)
-            known[d, s] = known.get((d, s)) or grads_of(d, s)
-            parts += self.shares(rank, known[d, s]).values()
-        return torch.cat([part.reshape(-1) for part in parts])
-
-    def shares(self, rank: int, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A rank's share of a whole gradient, a piece when the optimizer is sharded."""
-        sharded = self.variant.shard_optimizer
-        return {n: cut(g, self.dims[n], self.layout, rank, sharded) for n, g in grads.items()}
-
-    def lr_of(self, offset: int) -> float:
-        """The right rate of an update before or after this one."""
-        return LR * min(1.0, max(0.0, self.step.lr / LR * WARMUP + offset) / WARMUP)
-
-    def metric(self, name: str) -> Tensor:
-        """A metric of all ranks."""
-        return torch.tensor([seen.metrics[name] for seen in self.seen], dtype=torch.float64)
-
-
-def near(got: Tensor, want: Tensor | float) -> bool:
-    """Equal up to rounding, relative to the largest entry."""
-    want = torch.as_tensor(want, dtype=torch.float64).expand_as(got)
-    return bool((got - want).abs().max() <= MATCH * want.abs().max())
-
-
-def explain_sum(f: Finding, got: Tensor, right: Tensor, is_loss: bool) -> str | None:
-    """Name the mistake in the losses of all ranks, or in their gradients joined to a vector."""
-    tokens, layout = f.tokens, f.layout
-    ratio = (got @ right / (right @ right)).item() if right.any() else 0.0
-    if near(got, right * ratio):
-        return explain_factor(f, ratio)
-
-    def value(loss: Tensor, weights: Weights) -> Tensor:
-        if not is_loss:
-            return f.vector(lambda d, s: tokens.grads(loss, weights(d, s)))
-        places = [layout.coordinates(rank)[:2] for rank in range(layout.world)]
-        return torch.stack([(loss.detach() * weights(d, s)).sum() for d, s in places])
-
-    def matches(loss: Tensor, weights: Weights) -> bool:
-        there = value(loss, weights)
-        if not there.any() or (
-            not is_loss and near(there * (there @ right), right * (there @ there))
-        ):
-            return False  # nothing, or no other direction than the right one
-        if not is_loss:
-            return near(got, there * (got @ there / (there @ there)))
-        n, count = f.step.loss_tokens, int((weights(0, 0) * loss.detach() != 0).sum())
-        sizes = [1, layout.dp, layout.sp, layout.dp * layout.sp]
-        divisors = [
-            a * b for a in sizes for b in (1, NUM_MICRO, n, max(count, 1), layout.batch_size)
-        ]
-        return any(near(got, there / divisor) for divisor in divisors)
-
+def wrong_losses(f: Finding) -> Iterator[tuple[str, Tensor, int]]:
+    """Every known mistake, the summed loss of all ranks with it, and its number of tokens."""
+    tokens, places = f.tokens, f.places()
+    loss = tokens.loss.detach()
     for words, weights in tokens.weightings():
-        if matches(tokens.loss, weights):
+        total, count = (loss * weights).sum(), int((weights != 0).sum())
+        yield words, total.expand(f.layout.world), count
+    for words, rows, sliced in tokens.partial_sums():
+        masks = [rows(d) & (tokens.slice == s) if sliced else rows(d) for d, s in places]
+        yield words, torch.stack([(loss * mask).sum() for mask in masks]), f.step.loss_tokens
+    counts = [(tokens.valid & (tokens.dp == d) & (tokens.slice == s)).sum() for d, s in places]
+    words = "divided by the rank's own number of loss tokens after the sum"
+    yield words, loss.sum() / torch.stack(counts), 1
+    for words, other in tokens.other_losses():
+        total, count = other.detach().sum(), int((other != 0).sum())
+        yield words, total.expand(f.layout.world), count
+
+
+def wrong_grads(f: Finding) -> Iterator[tuple[str, Tensor]]:
+    """Every known mistake, and the gradients of all ranks with it, up to a factor."""
+    tokens = f.tokens
+    for words, weights in tokens.weightings():
+        grads = tokens.grads(tokens.loss, weights)
+        yield words, f.vector(lambda d, s, g=grads: g)
+    for words, rows, sliced in tokens.partial_sums():
+        if sliced:
+            yield words, f.vector(lambda d, s, r=rows: tokens.rank_grads(r(d).double(), s))
+        else:
+            yield words, f.vector(lambda d, s, r=rows: tokens.grads(tokens.loss, r(d).double()))
+    for words, other in tokens.other_losses():
+        grads = tokens.grads(other, torch.ones_like(other))
+        yield words, f.vector(lambda d, s, g=grads: g)
+
+
+def explain_loss(f: Finding) -> str | None:
+    """Name the mistake in the loss."""
+    got, layout, n = f.metric("loss"), f.layout, f.step.loss_tokens
+    right = torch.full_like(got, f.step.loss)
+    if near(got, right * (got[0] / f.step.loss)):
+        words = explain_factor(f, (got[0] / f.step.loss).item())
+        if "times what is right" not in words:
             return words
-    for words, loss in tokens.other_losses():
-        if matches(loss, lambda d, s: torch.ones_like(tokens.t, dtype=torch.float64)):
-            return words
+    for words, sums, count in wrong_losses(f):
+        for ranks in (1, layout.dp, layout.sp, layout.dp * layout.sp):
+            for divisor in (1, NUM_MICRO, n, max(count, 1), layout.batch_size):
+                if near(got, sums / (ranks * divisor)):
+                    return words
     return None
 
 
@@ -131,17 +101,16 @@ def explain_count(f: Finding) -> str | None:
         return "counted before the labels are shifted"
     if any(near(got, float(n)) for n in (rows * SEQ_LEN, tokens.ids.numel())):
         return "masked tokens are counted"
-    for words, weights in tokens.weightings():
-        places = [f.layout.coordinates(rank)[:2] for rank in range(f.layout.world)]
-        counts = [float((weights(d, s) != 0).sum()) for d, s in places]
-        if "sum" in words and near(got, torch.tensor(counts)):
+    for words, rows, sliced in tokens.partial_sums():
+        masks = [rows(d) & (tokens.slice == s) if sliced else rows(d) for d, s in f.places()]
+        if near(got, torch.stack([mask.sum() for mask in masks])):
             return words
     return None
 
 
 def explain_norm(f: Finding) -> str | None:
     """Name the mistake in the gradient norm when the gradients are right."""
-    layout, step, tokens = f.layout, f.step, f.tokens
+    layout, step = f.layout, f.step
     got, ranks = f.metric("grad_norm"), range(layout.world)
     split = {n: f.dims[n] is not None for n in step.grads}
     square = lambda grads: sum(float((g * g).sum()) for g in grads)  # noqa: E731
@@ -153,29 +122,21 @@ def explain_norm(f: Finding) -> str | None:
     over_tp = [sum(fair[r // layout.tp * layout.tp :][: layout.tp]) for r in ranks]
     shard = [sum(p.values()) for p in pieces]
 
-    def local(rank: int) -> float:
-        d, s, _ = layout.coordinates(rank)
-        mine = tokens.valid & (tokens.dp == d) & (tokens.slice == s)
-        return square(tokens.grads(tokens.loss, mine / step.loss_tokens).values())
-
-    own = torch.tensor([local(r) for r in ranks])
+    own = {place: square(f.rank_grads(*place).values()) for place in set(f.places())}
     times = norm**2 + (layout.tp - 1) * replicated
     known = [
-        ("parameters that every tp rank holds are counted tp times", torch.tensor(times)),
-        ("norm of the local shards: squares are not summed over tp", torch.tensor(shard)),
-        ("norm of the local shards: squares are not summed over tp", torch.tensor(fair)),
-        (
-            "squares of a sharded optimizer's pieces are not summed over dp x sp",
-            torch.tensor(over_tp),
-        ),
-        ("norm of each rank's gradient before the sum over dp x sp", own),
-        ("taken after clipping", torch.tensor(min(norm, f.variant.max_norm) ** 2)),
-        ("the square root is missing", torch.tensor(norm**4)),
+        ("squares of a sharded optimizer's pieces are not summed over dp x sp", over_tp),
+        ("parameters that every tp rank holds are counted tp times", times),
+        ("norm of the local shards: squares are not summed over tp", shard),
+        ("norm of the local shards: squares are not summed over tp", fair),
+        ("norm of each rank's gradient before the sum over dp x sp", [own[p] for p in f.places()]),
+        ("taken after clipping", min(norm, f.variant.max_norm) ** 2),
+        ("the square root is missing", norm**4),
     ]
     for axis, size in world.items():
-        known.append((f"equal squares are summed over {axis}", torch.tensor(norm**2 * size)))
+        known.append((f"equal squares are summed over {axis}", norm**2 * size))
     for words, squares in known:
-        if near(got, squares.double().sqrt()) and not near(got, norm):
+        if near(got, torch.tensor(squares, dtype=torch.float64).sqrt()) and not near(got, norm):
             return words
     return None
 
@@ -204,7 +165,7 @@ def explain_update(f: Finding, lr: float) -> str | None:
 
 def explain_grads(f: Finding) -> str | None:
     """Name the mistake in what the optimizer read; None when it follows from a wrong norm."""
-    layout, step, tokens = f.layout, f.step, f.tokens
+    step = f.step
     max_norm, seen_norm = f.variant.max_norm, f.metric("grad_norm")
     names = list(step.grads)
     got = torch.cat([seen.grads[n].reshape(-1) for seen in f.seen for n in names])
@@ -214,22 +175,28 @@ def explain_grads(f: Finding) -> str | None:
             return "gradients are not clipped"
         if near(got, right * (max_norm / (seen_norm[0] + 1e-6)).clamp(max=1.0)):
             return None
-        before = torch.zeros_like(tokens.loss)
-        for d in range(layout.dp):
-            for s in range(layout.sp):
-                mine = tokens.valid & (tokens.dp == d) & (tokens.slice == s)
-                grads = tokens.grads(tokens.loss, mine / step.loss_tokens).values()
-                norm = math.sqrt(sum(float((g * g).sum()) for g in grads))
-                before += mine * min(1.0, max_norm / (norm + 1e-6)) / step.loss_tokens
-        if near(got, f.vector(lambda d, s: tokens.grads(tokens.loss, before))):
+        clipped_first = {n: torch.zeros_like(g) for n, g in step.grads.items()}
+        for place in set(f.places()):
+            grads = f.rank_grads(*place)
+            norm = math.sqrt(sum(float((g * g).sum()) for g in grads.values()))
+            for n, g in grads.items():
+                clipped_first[n] += g * min(1.0, max_norm / (norm + 1e-6))
+        before = f.vector(lambda d, s: clipped_first)
+        if parallel(got, before) and not parallel(right, before):
             return "clipped before the sum over dp x sp: each rank by its own norm"
         right = right * step.scale
     if f.before:
         last = f.before[-1]
         left = f.vector(lambda d, s: last.grads)
-        if near(got - right, left * ((got - right) @ left / (left @ left))):
+        if parallel(got - right, left):
             return "not zeroed: those of the step before are still in them"
-    return explain_parameters(f) or explain_sum(f, got, right, is_loss=False)
+    words = explain_parameters(f)
+    if words or parallel(got, right):
+        return words or explain_factor(f, (got @ right / (right @ right)).item())
+    for words, vector in wrong_grads(f):
+        if not parallel(right, vector) and parallel(got, vector):
+            return words
+    return None
 
 
 def explain_parameters(f: Finding) -> str | None:
@@ -275,8 +242,7 @@ def explain(f: Finding, wrong: set[str]) -> list[str]:
     if "loss tokens" in wrong:
         found.append(("loss tokens", explain_count(f)))
     if "loss" in wrong:
-        right = torch.full((f.layout.world,), f.step.loss).double()
-        found.append(("loss", explain_sum(f, f.metric("loss"), right, is_loss=True)))
+        found.append(("loss", explain_loss(f)))
     if "gradients" in wrong:
         found.append(("gradients", explain_grads(f)))
     elif "gradient norm" in wrong:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from types import SimpleNamespace
 
 import torch
@@ -175,6 +176,7 @@ def adamw_update(
     return {n: p.detach() for n, p in params.items()}, optimizer.state_dict()["state"]
 
 
+@lru_cache
 def reference_steps(layout: Layout, max_norm: float) -> list[Step]:
     """All updates on one process in float64; a step without a loss token changes nothing."""
     config, state = layout.model_config(), (layout.weights(), None)

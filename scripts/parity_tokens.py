@@ -13,10 +13,21 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from parity_reference import IGNORE, MICRO_BATCH, NUM_MICRO, SEQ_LEN, Layout, Step, plain_model
+from parity_reference import (
+    IGNORE,
+    LR,
+    MICRO_BATCH,
+    NUM_MICRO,
+    SEQ_LEN,
+    WARMUP,
+    Layout,
+    Step,
+    plain_model,
+)
+from parity_run import Seen, Variant, cut
 from torch import Tensor
 
-Weights = Callable[[int, int], Tensor]  # of a rank's place on dp and sp: weight of each token
+MATCH = 1e-7  # relative; a coincidence is far less likely than rounding
 
 
 class Tokens:
@@ -69,10 +80,9 @@ class Tokens:
         total = (loss * weights).sum()
         return dict(zip(params, torch.autograd.grad(total, params.values(), retain_graph=True)))
 
-    def weightings(self) -> Iterator[tuple[str, Weights]]:
-        """Wrong sums over the right losses: each token's weight, up to a factor, on a rank."""
+    def weightings(self) -> Iterator[tuple[str, Tensor]]:
+        """Wrong sums over the right losses: each token's weight, up to a factor."""
         own, dp, micro, part, valid = self.own, self.dp, self.micro, self.slice, self.valid
-        sp = self.layout.sp
         for words, weights in (
             ("mean of means: every micro-batch is divided by its own loss tokens on its rank",
              own(dp, micro, part)),
@@ -89,18 +99,41 @@ class Tokens:
             ("labels are shifted after slicing: each sp slice loses its last label",
              valid * ((self.t + 1) % self.length != 0)),
         ):  # fmt: skip
-            yield words, lambda d, s, w=weights: w.double()
-        yield "not summed over sp, only over dp", lambda d, s: (valid * (part == s)).double()
-        yield "not summed over dp, only over sp", lambda d, s: (valid * (dp == d)).double()
-        if sp > 1:
-            mine = lambda d, s: valid & (dp == d) & (part == s)  # noqa: E731
-        else:
-            mine = lambda d, s: valid & (dp == d)  # noqa: E731
-        yield "not summed over dp x sp: each rank has only its own", lambda d, s: mine(d, s) * 1.0
-        yield (
-            "divided by the rank's own number of loss tokens after the sum",
-            lambda d, s: valid / mine(d, s).sum().clamp(min=1),
-        )
+            yield words, weights.double()
+
+    def partial_sums(self) -> Iterator[tuple[str, Callable[[int], Tensor], bool]]:
+        """Sums that miss ranks: the rows of a dp rank that are in it, and whether it is one
+        slice's.
+        """
+        mine = lambda d: self.valid & (self.dp == d)  # noqa: E731
+        if self.layout.sp > 1:
+            yield "not summed over sp, only over dp", lambda d: self.valid, True
+        yield "not summed over dp, only over sp", mine, False
+        yield "not summed over dp x sp: each rank has only its own", mine, True
+
+    def rank_grads(self, weights: Tensor, s: int) -> dict[str, Tensor]:
+        """The part of a weighted sum's gradient that arises on slice s, whose positions alone pass
+        through its parameters; losses of later slices are in it.
+        """
+        within, busy = self.slice[0] == s, []
+
+        def hook(module, args, out):
+            if busy:
+                return None
+            busy.append(1)
+            fixed = {name: p.detach() for name, p in module.named_parameters()}
+            frozen = torch.func.functional_call(module, fixed, args)
+            busy.clear()
+            return torch.where(within[:, None], out, frozen)
+
+        leaves = [
+            m for m in self.model.modules() if "weight" in dict(m.named_parameters(recurse=False))
+        ]
+        hooks = [leaf.register_forward_hook(hook) for leaf in leaves]
+        grads = self.grads(self.losses(self.labels), weights)
+        for handle in hooks:
+            handle.remove()
+        return grads
 
     def other_losses(self) -> Iterator[tuple[str, Tensor]]:
         """Losses with wrong labels, positions or documents."""
@@ -127,3 +160,55 @@ class Tokens:
             yield words, self.losses(self.labels, documents=[None])
             words = "positions run on through a packed row: they must restart with each document"
             yield words, self.losses(self.labels, self.t)
+
+
+class Finding:
+    """One wrong step of one variant, and what explains it."""
+
+    def __init__(self, layout, dims, variant: Variant, steps: list[Step], index: int, seen):
+        self.layout, self.dims, self.variant, self.index = layout, dims, variant, index
+        self.step, self.before = steps[index], steps[:index]
+        self.seen: list[Seen] = [rank[index] for rank in seen]
+        self.tokens = Tokens(layout, self.step, layout.batches()[index])
+
+    def vector(self, grads_of: Callable[[int, int], dict[str, Tensor]]) -> Tensor:
+        """What all ranks would hold, joined: shares of the whole gradient of each (dp, sp)."""
+        known, parts = {}, []
+        for rank in range(self.layout.world):
+            d, s, _ = self.layout.coordinates(rank)
+            known[d, s] = known.get((d, s)) or grads_of(d, s)
+            parts += self.shares(rank, known[d, s]).values()
+        return torch.cat([part.reshape(-1) for part in parts])
+
+    def shares(self, rank: int, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A rank's share of a whole gradient, a piece when the optimizer is sharded."""
+        sharded = self.variant.shard_optimizer
+        return {n: cut(g, self.dims[n], self.layout, rank, sharded) for n, g in grads.items()}
+
+    def places(self) -> list[tuple[int, int]]:
+        """Each rank's place on dp and sp."""
+        return [self.layout.coordinates(rank)[:2] for rank in range(self.layout.world)]
+
+    def rank_grads(self, d: int, s: int) -> dict[str, Tensor]:
+        """The right gradient that a rank holds before the sum over dp x sp."""
+        rows = self.tokens.valid & (self.tokens.dp == d)
+        return self.tokens.rank_grads(rows.double() / self.step.loss_tokens, s)
+
+    def lr_of(self, offset: int) -> float:
+        """The right rate of an update before or after this one."""
+        return LR * min(1.0, max(0.0, self.step.lr / LR * WARMUP + offset) / WARMUP)
+
+    def metric(self, name: str) -> Tensor:
+        """A metric of all ranks."""
+        return torch.tensor([seen.metrics[name] for seen in self.seen], dtype=torch.float64)
+
+
+def near(got: Tensor, want: Tensor | float) -> bool:
+    """Equal up to rounding, relative to the largest entry."""
+    want = torch.as_tensor(want, dtype=torch.float64).expand_as(got)
+    return bool((got - want).abs().max() <= MATCH * want.abs().max())
+
+
+def parallel(got: Tensor, want: Tensor) -> bool:
+    """Equal up to rounding and one factor."""
+    return bool(want.any()) and near(got, want * (got @ want / (want @ want)))
