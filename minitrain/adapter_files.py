@@ -114,12 +114,12 @@ def load_adapter(
     mesh: Mesh,
     shard_spec: ShardSpec,
     *,
-    dropout: float | None = None,
+    dropout: float = 0.0,
 ) -> LoRAConfig:
     """Add an adapter from files to a sharded model, in place; each rank reads only its share.
 
     model        the adapter's base, after shard_model, weights filled in
-    dropout      in training from now on; None: the adapter's own
+    dropout      in training from now on, whatever it was before
 
     Returns      the adapter's settings
     Raises       ValueError naming file, tensor and sizes when the adapter is for another base;
@@ -145,7 +145,7 @@ def load_adapter(
     short = replace(config, targets=tuple(dict.fromkeys(n.rpartition(".")[2] for n, _ in found)))
     whole = adapted_layers(shapes, config)
     config = short if adapted_layers(shapes, short) == whole else config
-    config = config if dropout is None else replace(config, dropout=dropout)
+    config = replace(config, dropout=dropout)
     add_lora(model, config, mesh, shard_spec)
     params = lora_parameters(model)
     read = tensor_reader({f"{PREFIX}{name}.weight": file for name in params})
