@@ -49,8 +49,10 @@ class Batch:
             documents = documents.to(device)
         return Batch(*moved, documents)
 
-    def split(self, micro_batch_size: int) -> list[Batch]:
-        """Cut into micro-batches of micro_batch_size rows; the last may be shorter."""
+    def split(self, micro_batch_size: int, device: torch.device | None = None) -> list[Batch]:
+        """Cut into micro-batches of micro_batch_size rows; the last may be shorter. Then move them:
+        slices made on a device that compiles would be another program each.
+        """
         parts = [
             x.split(micro_batch_size) for x in (self.input_ids, self.labels, self.position_ids)
         ]
@@ -59,7 +61,8 @@ class Batch:
             if self.documents is None
             else self.documents.split(micro_batch_size)
         )
-        return [Batch(*part) for part in zip(*parts, documents)]
+        batches = [Batch(*part) for part in zip(*parts, documents)]
+        return batches if device is None else [batch.to(device) for batch in batches]
 
 
 def shift_labels(labels_BS: Tensor, position_ids_BS: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property
@@ -113,8 +114,12 @@ class Device:
         """bf16 operations per second that the maker states; None when unknown."""
         return None
 
+    def seed(self, seed: int) -> None:
+        """Seed the generator that dropout draws from on this device."""
+        torch.manual_seed(seed)
+
     def random_state(self) -> Tensor:
-        """State of the generator that dropout draws from on this device, a byte tensor on the host."""
+        """That generator's state, a byte tensor on the host."""
         return torch.get_rng_state()
 
     def set_random_state(self, state: Tensor) -> None:
@@ -167,6 +172,7 @@ class XlaDevice(Device):
         import torch_xla.runtime as xr
 
         self.torch_xla, self.xm, self.xr = torch_xla, xm, xr
+        self.first_state, self.num_states = 0, 0
 
     @cached_property
     def torch_device(self) -> torch.device:
@@ -208,10 +214,16 @@ class XlaDevice(Device):
     def checkpoint(self, fn: Callable, *args):
         from torch_xla.utils.checkpoint import checkpoint
 
+        state = self.random_state()
+
+        def run(*args):
+            self.set_random_state(state)  # before both passes; its own way forgets what was drawn
+            return fn(*args)
+
         # It sees gradients only through its inputs: with frozen embeddings none asks for one.
         if not any(isinstance(x, Tensor) and x.requires_grad for x in args):
             args = (args[0].detach().requires_grad_(), *args[1:])
-        return checkpoint(fn, *args, use_reentrant=True)
+        return checkpoint(run, *args, use_reentrant=True, preserve_rng_state=False)
 
     @cached_property
     def has_nxd(self) -> bool:
@@ -241,8 +253,18 @@ class XlaDevice(Device):
         except (RuntimeError, KeyError):  # not every runtime tells
             return None
 
+    def seed(self, seed: int) -> None:
+        super().seed(seed)
+        self.first_state, self.num_states = seed, 0
+        self.xm.set_rng_state(seed)
+
     def random_state(self) -> Tensor:
-        return torch.tensor([self.xm.get_rng_state()]).view(torch.uint8)
+        # What torch-xla tells is the state at the last sync, so numbers drawn since would come
+        # again: go on from a new state instead, and return that.
+        self.num_states += 1
+        state = torch.tensor([zlib.crc32(f"{self.first_state} {self.num_states}".encode())])
+        self.xm.set_rng_state(int(state))
+        return state.view(torch.uint8)
 
     def set_random_state(self, state: Tensor) -> None:
         self.xm.set_rng_state(int(state.view(torch.int64)))

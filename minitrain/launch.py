@@ -54,12 +54,6 @@ def set_timeout(seconds: float) -> None:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def barrier() -> None:
-    """Wait for every rank; nothing to wait for alone."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def shut_down() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():

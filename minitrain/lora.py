@@ -119,7 +119,8 @@ class LoRALinear(nn.Module):
     def _drop(self, x_bsi: Tensor) -> Tensor:
         """Set some inputs to zero, the same ones on every tp: a mask is drawn for the whole width.
 
-        From torch's own generator, which seed_dropout sets and activation checkpointing restores.
+        From the device's own generator, which seed_dropout sets and activation checkpointing
+        restores.
         """
         parts = self.tp.size if isinstance(self.layer[0], RowParallelLinear) else 1
         *rows, width = x_bsi.shape
@@ -228,7 +229,7 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def seed_dropout(seed: int, step: int, mesh: Mesh) -> None:
     """Make a step's masks a function of seed and step: equal along tp, others along dp and sp."""
-    torch.manual_seed(zlib.crc32(f"{seed} {step} {mesh.dp_sp.rank}".encode()))
+    mesh.device.seed(zlib.crc32(f"{seed} {step} {mesh.dp_sp.rank}".encode()))
 
 
 def _random_factor(name: str, config: LoRAConfig, num_in: int) -> Tensor:

@@ -19,6 +19,7 @@ from minitrain.adapter_files import base_of, check_same, is_adapter, load_adapte
 from minitrain.agreement import broken_connection, missing_ranks
 from minitrain.corpus import Tokenizer, embedded_corpus
 from minitrain.dataset import Dataset, open_dataset
+from minitrain.device import Device
 from minitrain.huggingface import (
     has_weights,
     inspect_model,
@@ -26,7 +27,7 @@ from minitrain.huggingface import (
     read_config,
     resolve_model,
 )
-from minitrain.launch import barrier, launched_rank, launched_world_size
+from minitrain.launch import launched_rank, launched_world_size
 from minitrain.log import RunLog
 from minitrain.lora import LoRAConfig, adapted_layers, add_lora
 from minitrain.memory import check_memory_settings, save_memory
@@ -163,7 +164,7 @@ def describe_batch(config, mesh: Mesh) -> str:
 
 
 def open_data(
-    config, model_dir: Path | None, model_config: ModelConfig, log
+    config, model_dir: Path | None, model_config: ModelConfig, device: Device, log
 ) -> tuple[Tokenizer | None, Dataset, Dataset | None]:
     """Open the training and held-out rows with the model's tokenizer, or the embedded corpus' own.
 
@@ -174,7 +175,7 @@ def open_data(
     if model_dir is None:
         if launched_rank() == 0:
             embedded_corpus(config.out, vocab_size)  # the other ranks find what rank 0 has made
-        barrier()
+        device.barrier()
         tokenizer, train_file, held_out_file, words = embedded_corpus(config.out, vocab_size)
         if not train:
             train, held_out = [train_file], held_out or [held_out_file]

@@ -168,11 +168,11 @@ def train_step(
     # 1. Count the loss tokens of the whole step: all micro-batches, all ranks.
     loss_tokens = count_tokens(micro_batches, mesh.dp_sp)
     divisor = loss_tokens.clamp(min=1)
+    loss_sum = torch.zeros((), device=divisor.device)
     mesh.device.sync()  # on xla here a program ends; elsewhere nothing happens
 
     # 2. Forward and backward, a micro-batch at a time. Losses are sums, divided once and globally;
     #    the gradients add up in float32 main gradients.
-    loss_sum = torch.zeros((), device=divisor.device)
     for batch in micro_batches:
         micro_loss_sum = summed_loss(model, batch, mesh, config)
         (micro_loss_sum / divisor).backward()
@@ -213,6 +213,7 @@ def evaluate(model: CausalLM, data: Dataset, mesh: Mesh, config: TrainConfig) ->
         batch = shard_batch(rows, mesh).to(mesh.device.torch_device)
         loss_sum += summed_loss(model, batch, mesh, config)
         tokens += count_tokens([batch], mesh.dp_sp)
+        mesh.device.sync()
     model.train()
     loss = all_reduce(loss_sum, mesh.dp_sp) / tokens
     return {"eval_loss": loss.item(), "eval_tokens": int(tokens)}
@@ -235,8 +236,7 @@ def train(
     started, unread = time.perf_counter(), None
     for step in range(checkpoints.step + 1, config.steps + 1):
         batch = shard_batch(train_rows.batch(step - 1, config.batch_size), mesh)
-        parts = batch.split(config.micro_batch_size)
-        micro_batches = [part.to(mesh.device.torch_device) for part in parts]
+        micro_batches = batch.split(config.micro_batch_size, mesh.device.torch_device)
         seed_dropout(config.seed, step, mesh)
         metrics = train_step(model, optimizer, micro_batches, mesh, shard_spec, config)
         if unread:  # the step before, read while the device computes this one
@@ -277,13 +277,13 @@ def adamw(config: TrainConfig, device: torch.device) -> Callable[[list[dict]], t
 def main(config: TrainConfig) -> None:
     """Check, set up, train, and leave a Hugging Face directory in out/final."""
     check_settings(config, launched_world_size())
-    device = pick_device(config.device)
+    device = pick_device(config.device, config.dtype)
     init_distributed(device)
     mesh = init_mesh(config.sp, config.tp, device)
     log, checkpoints = start_run(config, mesh, Path(__file__))
 
     model, shard_spec, model_dir = make_model(config, mesh)
-    tokenizer, *rows = open_data(config, model_dir, model.config, log)
+    tokenizer, *rows = open_data(config, model_dir, model.config, device, log)
     shards = mesh.dp_sp if config.shard_optimizer else Axis("none")
     make_optimizer = adamw(config, device.torch_device)
     optimizer = BF16Optimizer(model.named_parameters(), make_optimizer, shards.size, shards.rank)
