@@ -30,49 +30,48 @@ def count_tokens(micro_batches: Sequence[Batch], axis: Axis) -> Tensor:
     return all_reduce(torch.stack(counts).sum().view(1), axis)
 
 
-def _loss_and_grad(
-    logits_Nv: Tensor, labels_N: Tensor, tp: Axis, ignore: int, vocab_size: int, smoothing: float
-) -> tuple[Tensor, Tensor]:
-    """Loss of each token, and its gradient by the logits. Ignored tokens: exactly zero in both.
+def _loss_and_grad_(
+    x_Nv: Tensor, labels_N: Tensor, tp: Axis, ignore: int, vocab_size: int, smoothing: float
+) -> Tensor:
+    """Return the loss of each token, and turn its logits into their gradient, in place.
 
-    With p = softmax(x) over the whole vocabulary and smoothing e, loss = logsumexp(x) - (1 - e)
-    x[label] - e mean(x) and gradient = p - (1 - e) onehot(label) - e / V. Communicates: all-reduces
-    over tp of N maxima and of 3 N sums.
+    Ignored tokens: exactly zero in both. With p = softmax(x) over the whole vocabulary and
+    smoothing e, loss = logsumexp(x) - (1 - e) x[label] - e mean(x) and gradient = p - (1 - e)
+    onehot(label) - e / V. Communicates: all-reduces over tp of N maxima and of 3 N sums.
     """
-    x = logits_Nv.to(exact_dtype(logits_Nv.dtype))
-    size, first = x.shape[1], first_of_rank(tp, x.shape[1], x.device)
+    size, first = x_Nv.shape[1], first_of_rank(tp, x_Nv.shape[1], x_Nv.device)
     exists_v = None
     if size * tp.size > vocab_size:  # padded rows of the head: no probability, no gradient
-        exists_v = torch.arange(size, device=x.device) + first < vocab_size
-        x = x.masked_fill(~exists_v, -torch.inf)
-    x = x - all_reduce(x.amax(1), tp, "max")[:, None]
+        exists_v = torch.arange(size, device=x_Nv.device) + first < vocab_size
+        x_Nv.masked_fill_(~exists_v, -torch.inf)
+    x_Nv.sub_(all_reduce(x_Nv.amax(1), tp, "max")[:, None])
     valid_N = labels_N != ignore
     local_N = labels_N - first
     inside_N = (local_N >= 0) & (local_N < size) & valid_N
     local_N1 = torch.where(inside_N, local_N, 0)[:, None]
-    at_label_N = x.gather(1, local_N1)[:, 0].masked_fill(~inside_N, 0.0)
-    sum_x_N = (
-        (x if exists_v is None else x.masked_fill(~exists_v, 0.0)).sum(1)
-        if smoothing
-        else at_label_N
-    )
-    grad_Nv = x.exp()
-    sums = all_reduce(torch.stack([grad_Nv.sum(1), at_label_N, sum_x_N]), tp)
+    at_label_N = x_Nv.gather(1, local_N1)[:, 0].masked_fill(~inside_N, 0.0)
+    sum_x_N = at_label_N
+    if smoothing:
+        sum_x_N = (x_Nv if exists_v is None else x_Nv.masked_fill(~exists_v, 0.0)).sum(1)
+    x_Nv.exp_()
+    sums = all_reduce(torch.stack([x_Nv.sum(1), at_label_N, sum_x_N]), tp)
     sum_exp_N, at_label_N, sum_x_N = sums
     loss_N = sum_exp_N.log() - (1 - smoothing) * at_label_N - smoothing / vocab_size * sum_x_N
 
-    grad_Nv /= sum_exp_N[:, None]
-    grad_Nv.scatter_add_(1, local_N1, -(1 - smoothing) * inside_N[:, None].to(x.dtype))
+    x_Nv.mul_((valid_N / sum_exp_N)[:, None])
+    x_Nv.scatter_add_(1, local_N1, -(1 - smoothing) * inside_N[:, None].to(x_Nv.dtype))
     if smoothing:
-        grad_Nv -= smoothing / vocab_size * (1.0 if exists_v is None else exists_v.to(x.dtype))
-    return loss_N.masked_fill(~valid_N, 0.0), grad_Nv.masked_fill_(~valid_N[:, None], 0.0)
+        even_Nv = valid_N[:, None] if exists_v is None else valid_N[:, None] & exists_v
+        x_Nv.sub_(smoothing / vocab_size * even_Nv.to(x_Nv.dtype))
+    return loss_N.masked_fill(~valid_N, 0.0)
 
 
 class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_Nv, labels_N, tp, ignore, vocab_size, smoothing):
-        loss_N, grad_Nv = _loss_and_grad(logits_Nv, labels_N, tp, ignore, vocab_size, smoothing)
-        ctx.save_for_backward(grad_Nv.to(logits_Nv.dtype))
+        x_Nv = logits_Nv.to(exact_dtype(logits_Nv.dtype), copy=True)
+        loss_N = _loss_and_grad_(x_Nv, labels_N, tp, ignore, vocab_size, smoothing)
+        ctx.save_for_backward(x_Nv.to(logits_Nv.dtype))
         return loss_N.sum()
 
     @staticmethod
@@ -115,26 +114,35 @@ class _HeadCrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_vD, labels_N, tp, tile, ignore, vocab_size, smoothing):
-        total = torch.zeros((), dtype=exact_dtype(hidden_ND.dtype), device=hidden_ND.device)
+        N, V = hidden_ND.shape[0], weight_vD.shape[0]
+        exact = exact_dtype(hidden_ND.dtype)
+        total = torch.zeros((), dtype=exact, device=hidden_ND.device)
         grad_hidden = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
-        grad_weight = (
-            torch.zeros_like(weight_vD, dtype=total.dtype) if ctx.needs_input_grad[1] else None
-        )
-        for start in range(0, hidden_ND.shape[0], tile):
+        grad_weight = torch.zeros_like(weight_vD, dtype=exact) if ctx.needs_input_grad[1] else None
+        # One buffer for all tiles: fresh memory for each would cost more than the sums in it.
+        logits_nv = hidden_ND.new_empty(min(tile, N), V)
+        exact_nv = hidden_ND.new_empty(min(tile, N), V, dtype=exact)
+        for start in range(0, N, tile):
             h, labels = hidden_ND[start : start + tile], labels_N[start : start + tile]
-            loss, grad = _loss_and_grad(h @ weight_vD.T, labels, tp, ignore, vocab_size, smoothing)
-            total += loss.sum()
-            grad = grad.to(h.dtype)
+            logits, x = logits_nv[: len(h)], exact_nv[: len(h)]
+            torch.mm(h, weight_vD.T, out=logits)
+            x.copy_(logits)
+            total += _loss_and_grad_(x, labels, tp, ignore, vocab_size, smoothing).sum()
+            grad = logits.copy_(x)
             if grad_hidden is not None:
                 torch.mm(grad, weight_vD, out=grad_hidden[start : start + tile])
             if grad_weight is not None:
                 grad_weight += grad.T @ h
         ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.dtype = weight_vD.dtype
         return total
 
     @staticmethod
     def backward(ctx, grad_loss):
-        grads = [None if g is None else g * grad_loss.to(g.dtype) for g in ctx.saved_tensors]
+        grads = [
+            None if g is None else torch.mul(g, grad_loss, out=torch.empty_like(g, dtype=ctx.dtype))
+            for g in ctx.saved_tensors
+        ]
         return *grads, *[None] * 6
 
 
