@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -268,8 +269,13 @@ def run_main(main, config) -> None:
     try:
         main(config)
     except (ValueError, OSError, FloatingPointError) as error:
-        if launched_rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
+        found_by = ""
+        if launched_rank() > 0:
+            # torchrun ends all ranks when the first exits: rank 0 must have spoken by then. If it
+            # has not ended this one after 10 seconds, rank 0 does not know of the mistake.
+            time.sleep(10)
+            found_by = f" (on rank {launched_rank()})"
+        print(f"error: {error}{found_by}", file=sys.stderr, flush=True)
         sys.exit(1)
     except RuntimeError as error:
         if broken_connection(error) and (missing := missing_ranks()):
