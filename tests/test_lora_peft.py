@@ -66,8 +66,8 @@ def adapted_logits(base: Path, adapter: Path, tp: int = 1) -> torch.Tensor:
     return logits
 
 
-def same(got: torch.Tensor, want: torch.Tensor) -> None:
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+def same(got: torch.Tensor, want: torch.Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=atol)
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="needs peft")
@@ -237,7 +237,7 @@ def test_train_merge_and_go_on(base, tmp_path):
     model, _ = load_model(tmp_path / "merged", Mesh(), CPU, torch.float32)
     with torch.no_grad():
         logits = model(IDS, torch.arange(9).expand(2, 9))
-    same(logits, adapted_logits(base, second / "final"))
+    same(logits, adapted_logits(base, second / "final"), 1e-4)  # the merged weights are rounded
     result = run_script("merge_lora.py", second / "final", base)
     assert result.returncode == 1 and "must not replace its base" in result.stderr
 
