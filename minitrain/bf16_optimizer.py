@@ -1,5 +1,4 @@
-"""Low-precision parameters trained through float32 masters: main_grads and main_params around any
-torch optimizer.
+"""Low-precision parameters trained through float32 masters, around any torch optimizer.
 
 A bf16 weight of 1.0 cannot take a step of 1e-3: the next smaller bf16 number is 0.996. So gradients
 are added up in float32, the optimizer updates float32 copies (masters), and the model gets them
@@ -52,12 +51,10 @@ class BF16Optimizer:
         self.use_views = first.device.type in ("cpu", "cuda")
         self.buffer = torch.zeros(num_shards, sum(piece.values()), dtype=dtype, device=first.device)
         self.main_grads = self._cut(self.buffer, piece)
-        sharded_grads = torch.zeros_like(self.buffer[0]) if num_shards > 1 else None
-        self.shard_buffer = self.buffer[0] if sharded_grads is None else sharded_grads
-        self.grads = (
-            self.main_grads if num_shards == 1 else self._cut(self.shard_buffer[None], piece)
-        )
-
+        self.shard_buffer, self.grads = self.buffer[0], self.main_grads
+        if num_shards > 1:
+            self.shard_buffer = torch.zeros_like(self.buffer[0])
+            self.grads = self._cut(self.shard_buffer[None], piece)
         self.masters = {}
         flat = torch.zeros_like(self.shard_buffer)
         for name, master in self._cut(flat[None], piece).items():
@@ -73,30 +70,24 @@ class BF16Optimizer:
         self.updates = torch.zeros(1, dtype=torch.int32, device=first.device)
 
     def _cut(self, buffer: Tensor, piece: dict[str, int]) -> dict[str, Tensor]:
-        """Views of a [rows, n] buffer (copies on devices that compile), one for each parameter, in
-        its own shape when the buffer holds all of it.
-        """
+        """Views of a [rows, n] buffer (copies on devices that compile), shaped as main_grads."""
         views, start = {}, 0
         for name, size in piece.items():
-            view = buffer[:, start : start + size]
-            whole = self.num_shards == 1
-            view = view.view(self.params[name].shape) if whole else view.squeeze(0)
+            view = buffer[:, start : start + size].squeeze(0)
+            view = view.view(self.params[name].shape) if self.num_shards == 1 else view
             views[name] = view if self.use_views else view.clone()
             start += size
         return views
 
     def _piece_of(self, name: str, rank: int, size: int) -> Tensor:
-        """Piece `rank` of a flattened parameter, filled up with zeros, on the host: on a compiling
-        device each rank's slice would be another program.
-        """
+        """Piece `rank` of a flattened parameter, filled up with zeros."""
+        # On the host: on a compiling device each rank's slice would be another program.
         flat = self.params[name].detach().cpu().reshape(-1)[rank * size : (rank + 1) * size]
         return torch.nn.functional.pad(flat, (0, size - flat.numel()))
 
     @torch.no_grad()
     def accumulate_grads(self) -> None:
-        """Add the model's gradients to main_grads and free them; a parameter without one adds
-        nothing.
-        """
+        """Add the model's gradients to main_grads and free them; one without adds nothing."""
         for name, param in self.params.items():
             if param.grad is None:
                 continue
@@ -130,9 +121,8 @@ class BF16Optimizer:
             self.updates += (~skip).to(torch.int32)
         if self.num_shards == 1:
             torch._foreach_copy_(list(self.params.values()), list(self.masters.values()))
-        torch._foreach_zero_(
-            list(self.main_grads.values()) if self.buffer is None else [self.buffer]
-        )
+        whole = list(self.main_grads.values()) if self.buffer is None else [self.buffer]
+        torch._foreach_zero_(whole)
 
     def _step_unless(self, skip: Tensor) -> None:
         """optimizer.step() that changes nothing when skip is True."""
@@ -141,21 +131,15 @@ class BF16Optimizer:
             self.optimizer.step()
             self.optimizer.found_inf = None  # else it would decide the next plain step too
             return
-        state = self.optimizer.state
-        fresh = not state
         before = [t.clone() for t in self._tensors()]
         self.optimizer.step()
-        if fresh:  # the optimizer has just made its state: all zeros before the first update
-            before += [torch.zeros_like(t) for t in self._tensors()[len(before) :]]
+        # State that the optimizer has just made was all zeros before the first update.
+        before += [torch.zeros_like(t) for t in self._tensors()[len(before) :]]
         for now, old in zip(self._tensors(), before):
             now.copy_(torch.where(skip.to(now.device).view([1] * now.ndim), old, now))
 
     def _tensors(self) -> list[Tensor]:
         """Masters first, then every tensor of the optimizer's state."""
         masters = list(self.masters.values())
-        return masters + [
-            t
-            for m in masters
-            for t in self.optimizer.state.get(m, {}).values()
-            if isinstance(t, Tensor)
-        ]
+        state = [t for m in masters for t in self.optimizer.state.get(m, {}).values()]
+        return masters + [t for t in state if isinstance(t, Tensor)]

@@ -1,9 +1,7 @@
-"""From a global batch to this rank's share: shift the labels, pad, then slice rows (dp) and columns
-(sp).
+"""From a global batch to this rank's share: shift labels, pad, slice rows (dp) and columns (sp).
 
 The order matters: labels are shifted once, on whole rows, before the sequence is cut, so that the
 last position of a slice still predicts the first token of the next.
-
 Shapes: B rows of the global batch, S tokens per row; lower case is this rank's share.
 """
 
@@ -40,35 +38,22 @@ class Batch:
         """Move what the model reads to the device. Documents stay on the host, where their lengths
         are read, except for devices that compile: see attention.py.
         """
-        moved = [
-            x.to(device, non_blocking=True)
-            for x in (self.input_ids, self.labels, self.position_ids)
-        ]
-        documents = self.documents
+        tensors, documents = (self.input_ids, self.labels, self.position_ids), self.documents
         if documents is not None and device.type not in ("cpu", "cuda"):
             documents = documents.to(device)
-        return Batch(*moved, documents)
+        return Batch(*(x.to(device, non_blocking=True) for x in tensors), documents)
 
     def split(self, micro_batch_size: int, device: torch.device | None = None) -> list[Batch]:
         """Cut into micro-batches of micro_batch_size rows; the last may be shorter. Then move them:
         slices made on a device that compiles would be another program each.
         """
-        parts = [
-            x.split(micro_batch_size) for x in (self.input_ids, self.labels, self.position_ids)
-        ]
-        documents = (
-            [None] * len(parts[0])
-            if self.documents is None
-            else self.documents.split(micro_batch_size)
-        )
-        batches = [Batch(*part) for part in zip(*parts, documents)]
+        tensors = [x for x in vars(self).values() if x is not None]
+        batches = [Batch(*part) for part in zip(*(x.split(micro_batch_size) for x in tensors))]
         return batches if device is None else [batch.to(device) for batch in batches]
 
 
 def shift_labels(labels_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
-    """Move each label to the position that predicts it; none across a document border or past the
-    end of the row.
-    """
+    """Move each label to the position that predicts it; none crosses a document or the row's end."""
     shifted = F.pad(labels_BS[:, 1:], (0, 1), value=IGNORE)
     starts_document = F.pad(position_ids_BS[:, 1:] == 0, (0, 1), value=True)
     return shifted.masked_fill(starts_document, IGNORE)
@@ -89,25 +74,23 @@ def shard_batch(rows, mesh: Mesh) -> Batch:
     num_rows, length = ids.shape
     if num_rows % mesh.dp.size:
         raise ValueError(
-            f"the batch must be a multiple of dp: {num_rows} rows on dp {mesh.dp.size}. Change --batch-size."
+            f"the batch must be a multiple of dp: {num_rows} rows on dp {mesh.dp.size}. "
+            "Change --batch-size."
         )
-    labels, positions, documents = (
-        getattr(rows, name, None) for name in ("labels", "position_ids", "documents")
-    )
-    labels = ids if labels is None else torch.as_tensor(labels)
-    positions = (
-        torch.arange(length).expand_as(ids) if positions is None else torch.as_tensor(positions)
-    )
-    labels = shift_labels(labels, positions)
 
-    pad = -length % (mesh.sp.size * mesh.tp.size)
-    whole = [
-        F.pad(ids, (0, pad)),
-        F.pad(labels, (0, pad), value=IGNORE),
-        F.pad(positions, (0, pad)),
-    ]
+    def given(name: str, default: Tensor | None) -> Tensor | None:
+        value = getattr(rows, name, None)
+        return default if value is None else torch.as_tensor(value)
+
+    positions = given("position_ids", torch.arange(length).expand_as(ids))
+    labels = shift_labels(given("labels", ids), positions)
+    documents = given("documents", None)
+
+    def mine(x: Tensor, padding: int, cut: bool = True) -> Tensor:
+        x = F.pad(x, (0, -length % (mesh.sp.size * mesh.tp.size)), value=padding)
+        x = x.chunk(mesh.dp.size)[mesh.dp.rank]
+        return x.chunk(mesh.sp.size, 1)[mesh.sp.rank].contiguous() if cut else x
+
     if documents is not None:
-        documents = F.pad(torch.as_tensor(documents), (0, pad), value=torch.iinfo(torch.int32).max)
-        documents = documents.chunk(mesh.dp.size)[mesh.dp.rank]
-    mine = [x.chunk(mesh.dp.size)[mesh.dp.rank].chunk(mesh.sp.size, 1)[mesh.sp.rank] for x in whole]
-    return Batch(*(x.contiguous() for x in mine), documents)
+        documents = mine(documents, torch.iinfo(torch.int32).max, cut=False)
+    return Batch(mine(ids, 0), mine(labels, IGNORE), mine(positions, 0), documents)

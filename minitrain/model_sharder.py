@@ -1,6 +1,4 @@
-"""Apply a plan to a plain model: replace layers, say what is split, fill in weights share by share,
-gather them back.
-"""
+"""Apply a plan to a plain model: replace layers, fill in weights share by share, gather them."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 
 from minitrain.attention import fixed_shape_attention
 from minitrain.collectives import all_gather
-from minitrain.mesh import Mesh, ShardSpec
+from minitrain.mesh import Axis, Mesh, ShardSpec
 from minitrain.model import CausalLM, ModelConfig
 from minitrain.tensor_parallel import (
     ColumnParallelLinear,
@@ -67,9 +65,10 @@ def shard_model(
         kind = next((kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)), None)
         if kind is None or mesh.tp.size == 1:
             continue
-        new, kind = _parallel_layer(module, kind, model.config, mesh, split_activations)
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, new)
+        if kind == "kv":
+            kind = "replicated" if model.config.num_kv_heads < mesh.tp.size else "column"
+        new = _parallel_layer(module, kind, model.config, mesh.tp, split_activations)
+        model.set_submodule(name, new)
         if kind in SPLIT_DIM:
             dims[f"{name}.weight"] = SPLIT_DIM[kind]
             if kind == "column" and f"{name}.bias" in dims:
@@ -84,34 +83,27 @@ def shard_model(
 
 
 def _parallel_layer(
-    module: nn.Module, kind: str, config: ModelConfig, mesh: Mesh, split_activations: bool
-) -> tuple[nn.Module, str]:
-    """The layer that takes module's place, and what it became ("kv" becomes "column", or
-    replicated).
-    """
-    tp = mesh.tp
-    if kind == "kv":
-        if config.num_kv_heads < tp.size:
-            return ReplicatedHeadsLinear(module, tp, config.num_kv_heads), "replicated"
-        kind = "column"
+    module: nn.Module, kind: str, config: ModelConfig, tp: Axis, split_activations: bool
+) -> nn.Module:
+    """The layer that takes module's place."""
+    if kind == "replicated":
+        return ReplicatedHeadsLinear(module, tp, config.num_kv_heads)
     if kind == "column":
-        return ColumnParallelLinear(module, tp, input_is_copied=True), kind
+        return ColumnParallelLinear(module, tp, input_is_copied=True)
     if kind == "row":
-        return RowParallelLinear(module, tp, split_activations), kind
+        return RowParallelLinear(module, tp, split_activations)
     if kind == "embedding":
-        return VocabParallelEmbedding(module, tp, split_activations), kind
+        return VocabParallelEmbedding(module, tp, split_activations)
     if kind == "enter":
-        return EnterRegion(tp, split_activations), kind
+        return EnterRegion(tp, split_activations)
     if kind == "head_norm" or (kind == "norm" and split_activations):
-        return PartialGradientNorm(module, tp), kind
+        return PartialGradientNorm(module, tp)
     assert kind == "norm", f"unknown kind {kind!r} in the plan"
-    return module, kind
+    return module
 
 
 def share_slices(name: str, spec: ShardSpec, mesh: Mesh) -> tuple[slice, ...]:
-    """Where this rank's share of a parameter lies in the whole tensor; may be empty when a
-    vocabulary is padded.
-    """
+    """Where this rank's share lies in the whole tensor; may be empty in a padded vocabulary."""
     shape, dim = spec.shapes[name], spec[name]
     slices = [slice(0, size) for size in shape]
     if dim is not None:
@@ -146,18 +138,15 @@ def fill_weights(
 
 
 def random_weights(config: ModelConfig, shapes: dict[str, tuple[int, ...]], seed: int) -> Callable:
-    """A reader for fill_weights: normal(0, 0.02), residual outputs scaled down by sqrt(2 layers),
-    norms 1, biases 0.
+    """A reader for fill_weights, with GPT-2's initial weights (Radford et al. 2019).
 
-    Each tensor is drawn on the host from (seed, its name), so every layout gets the same model.
-    Source    GPT-2 (Radford et al. 2019)
+    normal(0, 0.02), residual outputs scaled down by sqrt(2 layers), norms 1, biases 0; each tensor
+    is drawn on the host from (seed, its name), so every layout gets the same model.
     """
 
     def read(name: str, slices: tuple[slice, ...]) -> Tensor:
         if len(shapes[name]) == 1:
-            return torch.full(
-                [s.stop - s.start for s in slices], 0.0 if name.endswith("bias") else 1.0
-            )
+            return torch.full(shapes[name], 0.0 if name.endswith("bias") else 1.0)[slices]
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         std = 0.02 / (2 * config.num_layers) ** 0.5 if residual else 0.02

@@ -17,9 +17,7 @@ from minitrain.model import RMSNorm, rms_norm
 
 
 def share(whole: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's slice of a tensor along dim, the last ones filled up with zeros when dim does not
-    divide evenly.
-    """
+    """This rank's slice of a tensor along dim, filled up with zeros where dim does not divide."""
     size = -(-whole.shape[dim] // axis.size)
     start = min(axis.rank * size, whole.shape[dim])
     part = whole.narrow(dim, start, min(size, whole.shape[dim] - start))
@@ -29,10 +27,16 @@ def share(whole: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def first_of_rank(axis: Axis, size: int, device: torch.device) -> Tensor:
-    """axis.rank * size as a one-element tensor: a Python number would give every rank another
-    compiled graph.
-    """
+    """axis.rank * size as a tensor: a Python number would give each rank another compiled graph."""
     return torch.tensor([axis.rank * size]).to(device)
+
+
+def parameter(whole: Tensor | None, axis: Axis, dim: int | None) -> nn.Parameter | None:
+    """This rank's share as a parameter; dim None: all of it. None stays None (no bias)."""
+    if whole is None:
+        return None
+    whole = whole.detach()
+    return nn.Parameter(whole.clone() if dim is None else share(whole, axis, dim))
 
 
 class ColumnParallelLinear(nn.Module):
@@ -46,10 +50,7 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, tp: Axis, input_is_copied: bool = False):
         super().__init__()
-        self.weight = nn.Parameter(share(linear.weight.detach(), tp, 0))
-        self.bias = (
-            None if linear.bias is None else nn.Parameter(share(linear.bias.detach(), tp, 0))
-        )
+        self.weight, self.bias = parameter(linear.weight, tp, 0), parameter(linear.bias, tp, 0)
         self.tp, self.input_is_copied = tp, input_is_copied
 
     def forward(self, x_bsI: Tensor) -> Tensor:
@@ -67,8 +68,7 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, tp: Axis, split_sequence: bool = False):
         super().__init__()
-        self.weight = nn.Parameter(share(linear.weight.detach(), tp, 1))
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
+        self.weight, self.bias = parameter(linear.weight, tp, 1), parameter(linear.bias, tp, None)
         self.tp, self.split_sequence = tp, split_sequence
 
     def forward(self, x_bsi: Tensor) -> Tensor:
@@ -87,8 +87,7 @@ class RowParallelLinear(nn.Module):
 
 
 class ReplicatedHeadsLinear(nn.Module):
-    """The k or v projection when there are fewer kv heads than tp ranks: every rank holds all, and
-    computes one.
+    """The k or v projection with fewer kv heads than tp ranks: each rank holds all, computes one.
 
     Rank t's query heads all use kv head t // (tp / heads). Gradients of the replicas are summed, so
     they stay equal.
@@ -98,8 +97,7 @@ class ReplicatedHeadsLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, tp: Axis, num_heads: int):
         super().__init__()
-        self.weight = nn.Parameter(linear.weight.detach().clone())
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
+        self.weight, self.bias = (parameter(w, tp, None) for w in (linear.weight, linear.bias))
         self.tp, self.num_heads = tp, num_heads
 
     def pick(self, whole: Tensor) -> Tensor:
@@ -114,8 +112,7 @@ class ReplicatedHeadsLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding whose rows are split over tp; each rank looks up the ids it has, the sum is the
-    whole.
+    """An embedding whose rows are split over tp: each rank looks up its ids, the sum is the whole.
 
     split_sequence   return this rank's slice of the sequence (dim 1) instead of the whole
 
@@ -124,7 +121,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, tp: Axis, split_sequence: bool = False):
         super().__init__()
-        self.weight = nn.Parameter(share(embedding.weight.detach(), tp, 0))
+        self.weight = parameter(embedding.weight, tp, 0)
         self.tp, self.split_sequence = tp, split_sequence
 
     def forward(self, ids_bs: Tensor) -> Tensor:
@@ -136,23 +133,21 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class PartialGradientNorm(RMSNorm):
-    """An RMS norm that sees only this rank's heads or positions: its weight's gradient is summed
-    over tp.
+    """An RMS norm that sees only this rank's heads or positions.
 
     Communicates   backward: all-reduce of the weight's gradient over tp
     """
 
     def __init__(self, norm: RMSNorm, tp: Axis):
         nn.Module.__init__(self)
-        self.weight, self.eps, self.tp = nn.Parameter(norm.weight.detach().clone()), norm.eps, tp
+        self.weight, self.eps, self.tp = parameter(norm.weight, tp, None), norm.eps, tp
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, copy_to(self.weight, self.tp), self.eps)
 
 
 class EnterRegion(nn.Module):
-    """The input of a tensor-parallel region: the whole x on every rank, its gradients summed over
-    tp.
+    """The input of a tensor-parallel region: all of x on every rank, gradients summed over tp.
 
     Communicates   backward: all-reduce over tp; with split_sequence all-gather forward,
                    reduce-scatter backward
@@ -167,7 +162,5 @@ class EnterRegion(nn.Module):
 
 
 def leave_region(partial_bsD: Tensor, tp: Axis, split_sequence: bool) -> Tensor:
-    """Sum the ranks' parts; keep the whole, or with split_sequence this rank's slice of the
-    sequence.
-    """
+    """Sum the ranks' parts; keep the whole, or this rank's slice of the sequence."""
     return reduce_scatter(partial_bsD, tp, 1) if split_sequence else reduce_from(partial_bsD, tp)
