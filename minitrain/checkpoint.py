@@ -94,10 +94,7 @@ def state_pieces(
     optimizer: BF16Optimizer, spec: ShardSpec, mesh: Mesh
 ) -> dict[str, tuple[Tensor, Piece]]:
     """What this rank saves: name -> flat tensor on the device, and which piece it is."""
-    pieces = {f"random_state/{mesh.rank}": mesh.device.random_state()}
-    if mesh.rank == 0:
-        pieces["updates"] = optimizer.updates
-    pieces = {name: (tensor, Piece.whole(tensor.shape)) for name, tensor in pieces.items()}
+    pieces = {}
     for name, master in optimizer.masters.items():
         held = _held(name, optimizer, spec, mesh)
         size = -(-optimizer.params[name].numel() // mesh.dp_sp.size)
@@ -117,7 +114,9 @@ def state_pieces(
                     f"element, to be saved, but {key} of {name} is {type(tensor).__name__} "
                     f"{list(getattr(tensor, 'shape', []))}. Choose another optimizer."
                 )
-    return pieces
+    others = {"updates": optimizer.updates} if mesh.rank == 0 else {}
+    others[f"random_state/{mesh.rank}"] = mesh.device.random_state()
+    return pieces | {name: (flat, Piece.whole(flat.shape)) for name, flat in others.items()}
 
 
 def copy_to_host(
