@@ -134,7 +134,7 @@ def run_rank(
         found.append([])
         for rows in batches:
             noted.clear()
-            micro_batches = shard_batch(rows, mesh).to(cpu).split(micro_batch)
+            micro_batches = shard_batch(rows, mesh).split(micro_batch, cpu)
             metrics = train.train_step(model, optimizer, micro_batches, mesh, spec, config)
             numbers = {k: float(v) for k, v in metrics.items()}
             after = {n: p.detach().clone() for n, p in model.named_parameters()}

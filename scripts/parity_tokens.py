@@ -203,10 +203,10 @@ class Finding:
         return torch.tensor([seen.metrics[name] for seen in self.seen], dtype=torch.float64)
 
 
-def near(got: Tensor, want: Tensor | float) -> bool:
+def near(got: Tensor, want: Tensor | float, tolerance: float = MATCH) -> bool:
     """Equal up to rounding, relative to the largest entry."""
     want = torch.as_tensor(want, dtype=torch.float64).expand_as(got)
-    return bool((got - want).abs().max() <= MATCH * want.abs().max())
+    return bool((got - want).abs().max() <= tolerance * want.abs().max())
 
 
 def parallel(got: Tensor, want: Tensor) -> bool:
