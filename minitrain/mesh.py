@@ -143,8 +143,15 @@ def init_mesh(sp: int = 1, tp: int = 1, device: Device | None = None) -> Mesh:
         size = len(all_ranks[0])
         return Axis(name, size, place, device.make_group(all_ranks, rank) if size > 1 else None)
 
-    grid = [[[(d * sp + s) * tp + t for t in range(tp)] for s in range(sp)] for d in range(dp)]
-    d, s, t = rank // (sp * tp), rank // tp % sp, rank % tp
+    order = list(range(world))
+    if device.nxd is not None:  # so that its layers can stand beside ours
+        state = device.nxd.parallel_layers.parallel_state
+        order = sum(state.initialize_model_parallel(tp, mesh_only=True).tp_groups, [])
+    grid = [
+        [[order[(d * sp + s) * tp + t] for t in range(tp)] for s in range(sp)] for d in range(dp)
+    ]
+    place = order.index(rank)
+    d, s, t = place // (sp * tp), place // tp % sp, place % tp
     ranks_dp = [[grid[i][j][k] for i in range(dp)] for j in range(sp) for k in range(tp)]
     ranks_sp = [[grid[i][j][k] for j in range(sp)] for i in range(dp) for k in range(tp)]
     ranks_tp = [[grid[i][j][k] for k in range(tp)] for i in range(dp) for j in range(sp)]

@@ -76,7 +76,7 @@ def shard_model(
     for module in model.modules():
         if hasattr(module, "core"):
             if mesh.device.compiles:
-                module.core = fixed_shape_attention(module.core, mesh.device.flash_kernel())
+                module.core = fixed_shape_attention(module.core, mesh.device.nxd)
             module.core = ulysses_attention(module.core, mesh.sp)
     model.tie()
     return ShardSpec({name: dims[name] for name, _ in model.named_parameters()}, shapes)
