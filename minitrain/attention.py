@@ -6,6 +6,7 @@ Shapes: B rows, S sequence, H query heads, G kv heads, K head size.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -15,15 +16,15 @@ from torch import Tensor
 TILE = 512  # query positions that are masked at a time: b x TILE x S bools
 
 
-def fixed_shape_attention(core: Callable[..., Tensor], kernel: Callable | None = None) -> Callable:
-    """An attention core for device tensors: masks for packed rows, the kernel where it can, or
-    core.
+def fixed_shape_attention(core: Callable[..., Tensor], nxd=None) -> Callable[..., Tensor]:
+    """An attention core for device tensors: masks for packed rows, else NKI's kernel or core.
 
     core      for rows of one document: model.causal_attention
-    kernel    neuronx-distributed's nki_flash_attn_func: one document a row, rows of a multiple of
-              2,048 tokens, heads of at most 128 elements. Takes q, k, v as [b, H, K, S], with as
-              many k and v as q heads, and returns o_bHSK
+    nxd       neuronx-distributed, for its nki_flash_attn_func: one document a row, rows of a
+              multiple of 2,048 tokens, heads of at most 128 elements. It takes q, k, v as
+              [b, H, K, S], with as many k and v as q heads, and returns o_bHSK. Written, never run
     """
+    cores = int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", 1))  # physical ones in a logical one
 
     def attend(
         q_bSHK: Tensor, k_bSGK: Tensor, v_bSGK: Tensor, documents_bS: Tensor | None, scale: float
@@ -31,12 +32,13 @@ def fixed_shape_attention(core: Callable[..., Tensor], kernel: Callable | None =
         length, heads, size = q_bSHK.shape[1:]
         if documents_bS is not None:
             return masked_attention(q_bSHK, k_bSGK, v_bSGK, documents_bS, scale)
-        if kernel is None or length % 2048 or size > 128:
+        if nxd is None or length % 2048 or size > 128:
             return core(q_bSHK, k_bSGK, v_bSGK, None, scale)
         copies = heads // k_bSGK.shape[2]
         k_bSHK, v_bSHK = (x.repeat_interleave(copies, 2) for x in (k_bSGK, v_bSGK))
         q, k, v = (x.permute(0, 2, 3, 1) for x in (q_bSHK, k_bSHK, v_bSHK))
-        return kernel(q, k, v, softmax_scale=scale, causal=True).transpose(1, 2)
+        kernel = nxd.kernels.flash_attn.nki_flash_attn_func
+        return kernel(q, k, v, lnc=cores, softmax_scale=scale, causal=True).transpose(1, 2)
 
     return attend
 

@@ -2,10 +2,6 @@
 
 A `Device` belongs to one rank and is passed in, never a global: torch-xla's CPU devices are threads
 of one process. Everything above this file is written once.
-
-Written for, never run: TPUs, and Trainium on both of its stacks (xla with torch-neuronx 2.9, and
-neuron, torch-neuronx 2.13 or later). The collectives and training on xla were run on torch-xla's
-CPU devices; neuron's on a stand-in that accepts only what its process group accepts.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from minitrain.environment import check_environment, check_xla_world, has_neuron
@@ -37,14 +33,16 @@ class Device:
     kind           "cpu", "cuda", "xla" or "neuron"
     torch_device   torch.device to put tensors on
     compiles       every new shape or constant is a new program: xla, neuron
-    has_float64    whether it computes in float64
+    compile_args   of nn.Module.compile; None where everything is compiled anyway
     host_group     process group for barriers and host objects; None: the default one serves
+    nxd            neuronx-distributed where there is one, for mesh.py and attention.py
     """
 
     kind = "cpu"
     backend = "gloo"
     compiles = False
-    has_float64 = True
+    compile_args: dict | None = {}  # noqa: RUF012
+    nxd = None
     host_group: dist.ProcessGroup | None = None
 
     def __init__(self) -> None:
@@ -77,30 +75,17 @@ class Device:
     def sync(self) -> None:
         """End of a compiled graph on lazy devices; nothing to do here. Tests may replace it."""
 
-    def compile(self, module: nn.Module) -> nn.Module:
-        """The module, compiled in place, where that is something one asks for."""
-        module.compile()
-        return module
-
     def checkpoint(self, fn: Callable, *args):
         """fn(*args), of which only args are kept for the backward pass: it computes fn again."""
         return checkpoint(fn, *args, use_reentrant=False)
 
-    def flash_kernel(self) -> Callable | None:
-        """neuronx-distributed's attention kernel where there is one, for attention.py."""
-        return None
-
-    def rank_order(self, tp: int) -> list[int]:
-        """The ranks, in the order in which the mesh lays them out: tp fastest."""
-        return list(range(self.world_size()))
-
     def fallback_operators(self) -> list[str]:
-        """Operators that ran on the host so far because the device has none."""
+        """Operators that ran on the host so far, because the device has none of them."""
         return []
 
-    def describe(self) -> str:
-        """The device in words, with what is special about this run."""
-        return self.kind
+    def compilations(self) -> int | None:
+        """Programs compiled so far; None where nothing counts them."""
+        return None
 
     def wait(self) -> None:
         """Wait until everything asked of the device is done (for timing and memory figures)."""
@@ -127,49 +112,58 @@ class Device:
         torch.set_rng_state(state)
 
 
-class CudaDevice(Device):
-    kind = "cuda"
-    backend = "nccl"
+class AcceleratorDevice(Device):
+    """What torch.cuda and torch.neuron have in common."""
+
+    @property
+    def module(self):
+        """torch.cuda or torch.neuron."""
+        return getattr(torch, self.kind)
+
+    def wait(self) -> None:
+        self.module.synchronize()
+
+    def memory_peak_bytes(self) -> int | None:
+        self.wait()
+        return self.module.max_memory_allocated()
+
+    def random_state(self) -> Tensor:
+        return self.module.get_rng_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        self.module.set_rng_state(state)
+
+
+class CudaDevice(AcceleratorDevice):
+    """NVIDIA GPUs."""
+
+    kind, backend = "cuda", "nccl"
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(self.torch_device)
-
-    def wait(self) -> None:
-        torch.cuda.synchronize()
-
-    def memory_peak_bytes(self) -> int | None:
-        return torch.cuda.max_memory_allocated()
 
     def peak_flops(self) -> float | None:
         name = torch.cuda.get_device_name()
         known = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
         return next((peak for part, peak in known.items() if part in name), None)
 
-    def random_state(self) -> Tensor:
-        return torch.cuda.get_rng_state()
-
-    def set_random_state(self, state: Tensor) -> None:
-        torch.cuda.set_rng_state(state)
-
 
 class XlaDevice(Device):
-    """torch-xla: lazy, a step's operators become one compiled program when sync is called.
-
-    On Trainium (torch-neuronx 2.9) with NKI's flash attention and neuronx-distributed's rank layout
-    when that package is there.
-    """
+    """torch-xla: lazy; the operators between two calls of sync are one compiled program."""
 
     kind = backend = "xla"
-    compiles = True
+    compiles, compile_args = True, None
 
     def __init__(self) -> None:
         if find_spec("torch_neuronx"):  # read when torch_xla is imported
             os.environ.setdefault("NEURON_CC_FLAGS", "--model-type=transformer --auto-cast=none")
         import torch_xla
         import torch_xla.core.xla_model as xm
+        import torch_xla.debug.metrics
         import torch_xla.distributed.xla_backend  # makes the process group "xla" known
         import torch_xla.runtime as xr
+        import torch_xla.utils.checkpoint
 
         self.torch_xla, self.xm, self.xr = torch_xla, xm, xr
         self.first_state, self.num_states = 0, 0
@@ -183,9 +177,14 @@ class XlaDevice(Device):
         """CPU, TPU or NEURON."""
         return self.xr.device_type() or "CPU"
 
-    @property
-    def has_float64(self) -> bool:
-        return self.hardware == "CPU"
+    @cached_property
+    def nxd(self):
+        if self.hardware != "NEURON" or not find_spec("neuronx_distributed"):
+            return None
+        import neuronx_distributed.kernels.flash_attn
+        import neuronx_distributed.parallel_layers.parallel_state
+
+        return neuronx_distributed
 
     def init_process_group(self, rank: int, world_size: int, **rendezvous) -> None:
         super().init_process_group(rank, world_size, **rendezvous)
@@ -208,42 +207,25 @@ class XlaDevice(Device):
         self.sync()
         self.xm.wait_device_ops()
 
-    def compile(self, module: nn.Module) -> nn.Module:
-        return module  # everything is compiled
-
     def checkpoint(self, fn: Callable, *args):
-        from torch_xla.utils.checkpoint import checkpoint
-
         state = self.random_state()
 
         def run(*args):
-            self.set_random_state(state)  # before both passes; its own way forgets what was drawn
+            self.set_random_state(state)  # in both passes; torch-xla's own way forgets draws
             return fn(*args)
 
         # It sees gradients only through its inputs: with frozen embeddings none asks for one.
         if not any(isinstance(x, Tensor) and x.requires_grad for x in args):
             args = (args[0].detach().requires_grad_(), *args[1:])
-        return checkpoint(run, *args, use_reentrant=True, preserve_rng_state=False)
+        again = self.torch_xla.utils.checkpoint.checkpoint
+        return again(run, *args, use_reentrant=True, preserve_rng_state=False)
 
-    @cached_property
-    def has_nxd(self) -> bool:
-        """Whether this is Trainium with neuronx-distributed installed."""
-        return self.hardware == "NEURON" and find_spec("neuronx_distributed") is not None
+    def fallback_operators(self) -> list[str]:
+        names = self.torch_xla.debug.metrics.counter_names()
+        return sorted(name for name in names if name.startswith("aten::"))
 
-    def flash_kernel(self) -> Callable | None:
-        if not self.has_nxd:
-            return None
-        from neuronx_distributed.kernels.flash_attn import nki_flash_attn_func
-
-        return nki_flash_attn_func
-
-    def rank_order(self, tp: int) -> list[int]:
-        if not self.has_nxd:
-            return super().rank_order(tp)
-        from neuronx_distributed.parallel_layers import parallel_state
-
-        groups = parallel_state.initialize_model_parallel(tp, mesh_only=True).tp_groups
-        return [rank for group in groups for rank in group]
+    def compilations(self) -> int | None:
+        return self.torch_xla.debug.metrics.counter_value("UncachedCompile") or 0
 
     def memory_peak_bytes(self) -> int | None:
         if self.hardware == "CPU":
@@ -259,29 +241,23 @@ class XlaDevice(Device):
         self.xm.set_rng_state(seed)
 
     def random_state(self) -> Tensor:
-        # What torch-xla tells is the state at the last sync, so numbers drawn since would come
-        # again: go on from a new state instead, and return that.
+        # torch-xla tells the state of the last sync: what was drawn since would come again. So go
+        # on from a new state, and return that.
         self.num_states += 1
         state = torch.tensor([zlib.crc32(f"{self.first_state} {self.num_states}".encode())])
-        self.xm.set_rng_state(int(state))
+        self.set_random_state(state.view(torch.uint8))
         return state.view(torch.uint8)
 
     def set_random_state(self, state: Tensor) -> None:
         self.xm.set_rng_state(int(state.view(torch.int64)))
 
-    def describe(self) -> str:
-        words = f"xla on {self.hardware}"
-        if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):
-            words += ", under neuron_parallel_compile: programs are compiled, all numbers are void"
-        return words
 
-
-class NeuronDevice(Device):
-    """TorchNeuron, the native stack: torch-neuronx 2.13 or later, one process per logical core."""
+class NeuronDevice(AcceleratorDevice):
+    """TorchNeuron, the native stack: one process per logical core."""
 
     kind = backend = "neuron"
     compiles = True
-    has_float64 = False
+    compile_args = {"backend": "neuron", "dynamic": False}  # noqa: RUF012
 
     def __init__(self) -> None:
         # An operator that the device has and that fails must not quietly run on the host instead.
@@ -293,28 +269,11 @@ class NeuronDevice(Device):
 
     def init_process_group(self, rank: int, world_size: int, **rendezvous) -> None:
         super().init_process_group(rank, world_size, **rendezvous)  # first: it starts the runtime
-        torch.neuron.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        self.module.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         self.host_group = dist.new_group(backend="gloo")
 
-    def wait(self) -> None:
-        torch.neuron.synchronize()
-
-    def compile(self, module: nn.Module) -> nn.Module:
-        module.compile(backend="neuron", dynamic=False)
-        return module
-
-    def memory_peak_bytes(self) -> int | None:
-        self.wait()
-        return torch.neuron.max_memory_allocated()
-
     def peak_flops(self) -> float | None:
-        return 158e12  # of a logical core of Trn2 and Trn3, two physical ones
-
-    def random_state(self) -> Tensor:
-        return torch.neuron.get_rng_state()
-
-    def set_random_state(self, state: Tensor) -> None:
-        torch.neuron.set_rng_state(state)
+        return 158e12  # of a logical core of Trn2 and Trn3, which is two physical ones
 
     def fallback_operators(self) -> list[str]:
         import torch_neuronx
@@ -337,11 +296,5 @@ def pick_device(kind: str = "auto", dtype: str = "") -> Device:
     if kind == "auto":
         found = {"cuda": torch.cuda.is_available(), "neuron": has_neuron()}
         kind = next((name for name, there in found.items() if there), "cpu")
-    check_environment(kind, tuple(DEVICES))
-    device = DEVICES[kind]()
-    if dtype == "fp64" and not device.has_float64:
-        raise ValueError(
-            f"--dtype fp64 needs a device that computes in float64, and {device.describe()} does "
-            "not. Pass --dtype fp32, or --device cpu."
-        )
-    return device
+    check_environment(kind, tuple(DEVICES), dtype)
+    return DEVICES[kind]()

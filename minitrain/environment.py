@@ -16,8 +16,10 @@ def has_neuron() -> bool:
     return hasattr(torch, "neuron") and torch.neuron.is_available()
 
 
-def check_environment(kind: str, kinds: tuple[str, ...]) -> None:
+def check_environment(kind: str, kinds: tuple[str, ...], dtype: str = "") -> None:
     """Refuse a device that is not here, or an environment that would change its numbers.
+
+    dtype     the run's --dtype: fp64 needs a device that computes in float64
 
     Raises    ValueError
     """
@@ -35,8 +37,14 @@ def check_environment(kind: str, kinds: tuple[str, ...]) -> None:
         )
     if kind == "xla" and not find_spec("torch_xla"):
         raise ValueError(
-            f"--device xla needs torch-xla, which is not installed beside torch {torch.__version__}."
-            " Install torch 2.9 with torch-xla 2.9 (minitrain[xla]), or pass --device cpu."
+            f"--device xla needs torch-xla, which is not beside torch {torch.__version__}. "
+            "Install torch 2.9 with torch-xla 2.9 (minitrain[xla]), or pass --device cpu."
+        )
+    xla_on_cpu = kind == "xla" and os.environ.get("PJRT_DEVICE") == "CPU"
+    if dtype == "fp64" and kind in ("xla", "neuron") and not xla_on_cpu:
+        raise ValueError(
+            f"--dtype fp64 needs a device that computes in float64, which {kind} does not. Pass "
+            "--dtype fp32, or --device cpu."
         )
     narrowing = [name for name in NARROWING if os.environ.get(name, "0") != "0"]
     if kind == "xla" and narrowing:
@@ -45,6 +53,19 @@ def check_environment(kind: str, kinds: tuple[str, ...]) -> None:
             "makes float32 tensors 16 bits wide while they still say float32. Unset it and pass "
             "--dtype bf16, which keeps float32 where it matters."
         )
+
+
+def notes(device) -> list[str]:
+    """What a user should know about this device before a run, in sentences."""
+    words = []
+    if device.nxd is not None:
+        words.append(
+            "attention: neuronx-distributed's NKI kernel for rows of a multiple of 2,048 tokens "
+            "with --no-pack, torch's otherwise; the ranks are laid out as it does"
+        )
+    if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):
+        words.append("neuron_parallel_compile: programs are compiled, and every number is void")
+    return words
 
 
 def check_xla_world(seen: int, started: int, hardware: str) -> None:

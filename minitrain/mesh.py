@@ -146,7 +146,8 @@ def init_mesh(sp: int = 1, tp: int = 1, device: Device | None = None) -> Mesh:
     order = list(range(world))
     if device.nxd is not None:  # so that its layers can stand beside ours
         state = device.nxd.parallel_layers.parallel_state
-        order = sum(state.initialize_model_parallel(tp, mesh_only=True).tp_groups, [])
+        groups = state.initialize_model_parallel(tp, mesh_only=True).tp_groups
+        order = [rank for group in groups for rank in group]
     grid = [
         [[order[(d * sp + s) * tp + t] for t in range(tp)] for s in range(sp)] for d in range(dp)
     ]

@@ -1,7 +1,5 @@
 """Several torch-xla CPU devices as threads of one process, with real collectives; torch-xla 2.9.
 
-Run by the tests in a process of its own:  python tests/xla_lockstep.py CASES_MODULE JSON_ARGUMENTS
-
 XLA_THREAD_POOL_SIZE           an execution holds one of XLA's threads while it waits for the other
                                devices; with the default, one a core, they never meet
 XLA_ENABLE_PARAM_ALIASING=0    a donated buffer makes the first device wait inside sync
@@ -22,25 +20,12 @@ from minitrain.device import XlaDevice
 DIFFERENT = 70  # exit status when the ranks traced different programs
 
 
-def compilations() -> int:
-    """Programs compiled so far in this process."""
-    import torch_xla.debug.metrics as metrics
-
-    return int(metrics.counter_value("UncachedCompile") or 0)
-
-
-def counter(name: str) -> int:
-    """One of torch-xla's counters, 0 when nothing was counted."""
-    import torch_xla.debug.metrics as metrics
-
-    return int(metrics.counter_value(name) or 0)
-
-
 def host_operators() -> dict[str, int]:
     """Operators that ran on the host, with their counts; reading a number is one of them."""
     import torch_xla.debug.metrics as metrics
 
-    return {name: counter(name) for name in metrics.counter_names() if name.startswith("aten::")}
+    names = [name for name in metrics.counter_names() if name.startswith("aten::")]
+    return {name: int(metrics.counter_value(name)) for name in names}
 
 
 class LockstepDevice(XlaDevice):
@@ -59,10 +44,12 @@ class LockstepDevice(XlaDevice):
         if first:
             self.torch_xla.sync(wait=False)
         self.meet.wait()
-        before = compilations()
+        before = self.compilations()
         if not first:
             self.torch_xla.sync(wait=False)
-        if compilations() > before:  # the devices would wait for each other, and be ended in 10 s
+        if (
+            self.compilations() > before
+        ):  # the devices would wait for each other, and be ended in 10 s
             print(f"rank {self.rank()} traced another program than rank 0", file=sys.stderr)
             sys.stderr.flush()
             os._exit(DIFFERENT)
@@ -77,6 +64,8 @@ def run_devices(fn: Callable[[XlaDevice], object], count: int, timeout_s: float 
     threads = str(max(16, 4 * count))
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(count), "NPROC": threads}
     os.environ |= {"XLA_THREAD_POOL_SIZE": threads, "XLA_ENABLE_PARAM_ALIASING": "0"}
+    quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    os.environ.setdefault("XLA_FLAGS", quick)
     import torch
     from torch_xla._internal import pjrt
 
