@@ -1,6 +1,4 @@
-"""Start the process groups: from torchrun's environment, or as child processes for tests and
-notebooks.
-"""
+"""Start the process groups: from torchrun's environment, or as children of a test or notebook."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ from minitrain.device import Device
 
 
 def launched_world_size() -> int:
-    """Number of processes that torchrun started; 1 when run by itself. Known before any process
-    group exists.
-    """
+    """Number of processes that torchrun started, before any process group exists; else 1."""
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -35,11 +31,9 @@ def launched_rank() -> int:
 
 
 def init_distributed(device: Device) -> None:
-    """Join the process group that torchrun describes in the environment; alone, nothing needs to be
-    done.
+    """Join the process group that torchrun describes in the environment, if it started us.
 
-    Communicates   the rendezvous; waits up to 30 minutes for all ranks, so that slow loading is no
-                   failure
+    Communicates   the rendezvous; waits up to 30 minutes for all ranks: slow loading is no failure
     """
     if launched_world_size() > 1:
         device.init_process_group(launched_rank(), launched_world_size())
@@ -116,9 +110,7 @@ def _rank_main(pipe, rank: int, world_size: int, store: str, fn: Callable, args:
 
 
 def _collect(pipes: list, processes: list, timeout_s: float) -> list:
-    """Wait for every rank's message; on the first failure give the others a moment to report
-    theirs.
-    """
+    """Every rank's message; after a failure the others have a moment to report theirs."""
     results, failures = {}, {}
     deadline = time.monotonic() + timeout_s
     while len(results) + len(failures) < len(pipes):

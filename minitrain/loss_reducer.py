@@ -1,5 +1,4 @@
-"""The loss: token counts, and summed cross-entropy over a vocabulary that may be split over tp,
-tile by tile.
+"""The loss: token counts, and summed cross-entropy, the vocabulary split over tp, tile by tile.
 
 Sums only: the one division, by the number of loss tokens of the whole step, is train_step's.
 
@@ -89,8 +88,7 @@ def cross_entropy_sum(
     vocab_size: int | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Sum the cross-entropy of all tokens that have a label; logits may be split over tp along the
-    vocabulary.
+    """Sum the cross-entropy of all tokens that have a label; logits may be split over tp.
 
     logits         [..., v], any float dtype; computed in at least float32; not changed
     labels         int64 [...], ids of the whole vocabulary, already shifted, or ignore_index
@@ -108,9 +106,7 @@ def cross_entropy_sum(
 
 
 class _HeadCrossEntropySum(torch.autograd.Function):
-    """Logits exist for one tile at a time: their gradient is turned into those of hidden and head
-    in the forward pass.
-    """
+    """Logits exist a tile at a time; the forward pass makes the gradients of hidden and head."""
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_vD, labels_N, tp, tile, ignore, vocab_size, smoothing):
@@ -139,11 +135,10 @@ class _HeadCrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss):
-        grads = [
-            None if g is None else torch.mul(g, grad_loss, out=torch.empty_like(g, dtype=ctx.dtype))
-            for g in ctx.saved_tensors
-        ]
-        return *grads, *[None] * 6
+        def scaled(grad):  # and rounded, without a second copy in float32
+            return torch.mul(grad, grad_loss, out=torch.empty_like(grad, dtype=ctx.dtype))
+
+        return *(None if g is None else scaled(g) for g in ctx.saved_tensors), *[None] * 6
 
 
 def head_cross_entropy_sum(
@@ -157,22 +152,17 @@ def head_cross_entropy_sum(
     vocab_size: int | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """cross_entropy_sum(hidden @ weight.T, labels), holding the logits of tile_tokens tokens at a
-    time.
+    """cross_entropy_sum(hidden @ weight.T, labels), with the logits of one tile at a time.
 
     hidden         [..., D], already inside the head's tensor-parallel region (model.enter)
     weight_vD      the head's matrix, or this rank's rows of it; frozen: its gradient is not made
     tile_tokens    tokens per tile; 0: all at once
 
-    Returns        as cross_entropy_sum. Gradients are summed over tiles in float32, then rounded
-                   once
+    Returns        as cross_entropy_sum; gradients are summed over tiles in float32
     Communicates   forward: all-reduces over tp of 4 numbers a token
-    Source         Liger kernel's fused linear cross-entropy (Hsu et al. 2024) for the gradient in
-                   the forward pass
+    Source         Liger kernel's fused linear cross-entropy (Hsu et al. 2024)
     """
-    if (
-        not torch.is_grad_enabled()
-    ):  # inside the function autograd cannot tell that no gradient is wanted
+    if not torch.is_grad_enabled():  # which the function cannot see
         hidden, weight_vD = hidden.detach(), weight_vD.detach()
     flat = hidden.reshape(-1, hidden.shape[-1])
     tile = tile_tokens or flat.shape[0]

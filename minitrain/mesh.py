@@ -59,10 +59,10 @@ class Mesh:
         dp, sp, tp = self.dp.size, self.sp.size, self.tp.size
         lines = [f"{self.world_size} ranks = dp {dp} x sp {sp} x tp {tp}"]
         for d in range(dp if self.world_size > 1 else 0):
-            rows = [" ".join(str((d * sp + s) * tp + t) for t in range(tp)) for s in range(sp)]
-            lines.append(
-                f"  dp {d}: " + " | ".join(f"sp {s}: ranks {row}" for s, row in enumerate(rows))
-            )
+            starts = [(d * sp + s) * tp for s in range(sp)]
+            rows = [" ".join(str(start + t) for t in range(tp)) for start in starts]
+            cells = (f"sp {s}: ranks {row}" for s, row in enumerate(rows))
+            lines.append(f"  dp {d}: " + " | ".join(cells))
         return "\n".join(lines)
 
 
@@ -90,8 +90,8 @@ def check_layout(world_size: int, sp: int = 1, tp: int = 1) -> int:
         fits = f"{lower} or {lower + sp * tp}" if lower else str(sp * tp)
         running = "1 process is" if world_size == 1 else f"{world_size} processes are"
         raise ValueError(
-            f"world size must be a multiple of sp * tp: {sp} * {tp} = {sp * tp}, but {running} running. "
-            f"Start with torchrun --nproc_per_node {fits}, or pass --sp 1 --tp 1."
+            f"world size must be a multiple of sp * tp: {sp} * {tp} = {sp * tp}, but {running} "
+            f"running. Start with torchrun --nproc_per_node {fits}, or pass --sp 1 --tp 1."
         )
     return world_size // (sp * tp)
 
@@ -111,16 +111,15 @@ def check_model(
             f"query heads must be a multiple of sp * tp: {num_heads} heads, {sp} * {tp} = {parts}. "
             f"Choose --sp and --tp so that their product is one of {', '.join(map(str, fits))}."
         )
-    for what, size in (("sp * tp", f"{sp} * {tp} = {parts}"), ("tp", f"tp {tp}")):
-        ranks = parts if what == "sp * tp" else tp
+    for what, ranks in (("sp * tp", parts), ("tp", tp)):
         if num_kv_heads % ranks and ranks % num_kv_heads:
             raise ValueError(
-                f"kv heads must be a multiple of {what} or divide it: {num_kv_heads} kv heads, {size}. "
-                "Choose another --sp or --tp."
+                f"kv heads must be a multiple of {what} or divide it: {num_kv_heads} kv heads, "
+                f"{what} = {ranks}. Choose another --sp or --tp."
             )
     if intermediate_size % tp:
         raise ValueError(
-            f"the feed-forward width must be a multiple of tp: {intermediate_size} is not a multiple of {tp}. "
+            f"the feed-forward width must be a multiple of tp: it is {intermediate_size}, tp {tp}. "
             "Choose another --tp."
         )
 
@@ -139,28 +138,21 @@ def init_mesh(sp: int = 1, tp: int = 1, device: Device | None = None) -> Mesh:
     world, rank = device.world_size(), device.rank()
     dp = check_layout(world, sp, tp)
 
-    def axis(name: str, place: int, all_ranks: list[list[int]]) -> Axis:
-        size = len(all_ranks[0])
-        return Axis(name, size, place, device.make_group(all_ranks, rank) if size > 1 else None)
-
     order = list(range(world))
     if device.nxd is not None:  # so that its layers can stand beside ours
         state = device.nxd.parallel_layers.parallel_state
         groups = state.initialize_model_parallel(tp, mesh_only=True).tp_groups
         order = [rank for group in groups for rank in group]
-    grid = [
-        [[order[(d * sp + s) * tp + t] for t in range(tp)] for s in range(sp)] for d in range(dp)
-    ]
-    place = order.index(rank)
-    d, s, t = place // (sp * tp), place // tp % sp, place % tp
-    ranks_dp = [[grid[i][j][k] for i in range(dp)] for j in range(sp) for k in range(tp)]
-    ranks_sp = [[grid[i][j][k] for j in range(sp)] for i in range(dp) for k in range(tp)]
-    ranks_tp = [[grid[i][j][k] for k in range(tp)] for i in range(dp) for j in range(sp)]
-    ranks_dp_sp = [[grid[i][j][k] for i in range(dp) for j in range(sp)] for k in range(tp)]
-    return Mesh(
-        dp=axis("dp", d, ranks_dp),
-        sp=axis("sp", s, ranks_sp),
-        tp=axis("tp", t, ranks_tp),
-        dp_sp=axis("dp_sp", d * sp + s, ranks_dp_sp),
-        device=device,
-    )
+
+    def axis(name: str, size: int, stride: int) -> Axis:
+        """The axis along which neighbours are `stride` places apart."""
+        if size == 1:
+            return Axis(name)
+        starts = [place for place in range(world) if place // stride % size == 0]
+        all_ranks = [[order[start + stride * i] for i in range(size)] for start in starts]
+        place = order.index(rank) // stride % size
+        return Axis(name, size, place, device.make_group(all_ranks, rank))
+
+    sizes = {"dp": (dp, sp * tp), "sp": (sp, tp), "tp": (tp, 1), "dp_sp": (dp * sp, tp)}
+    axes = {name: axis(name, *size_and_stride) for name, size_and_stride in sizes.items()}
+    return Mesh(**axes, device=device)

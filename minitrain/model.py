@@ -1,5 +1,4 @@
-"""A plain causal language model of the Llama family. It knows nothing of ranks and imports torch
-only.
+"""A plain causal language model of the Llama family; knows nothing of ranks, imports torch only.
 
 Parameter names are those of Hugging Face's files. The sharder acts from outside, at three kinds of
 places: linear layers are replaced, `enter` modules (identity here) mark where a tensor-parallel
@@ -62,9 +61,7 @@ def exact_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def rms_norm(x_bsD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Divide each vector by its root mean square, computed in at least float32, and scale by the
-    weight.
-    """
+    """Divide each vector by its root mean square, in at least float32, and scale by the weight."""
     x = x_bsD.to(exact_dtype(x_bsD.dtype))
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     return x.to(x_bsD.dtype) * weight_D
@@ -94,9 +91,7 @@ def rope_frequencies(config: ModelConfig, device: torch.device, dtype: torch.dty
 def rope_tables(
     config: ModelConfig, position_ids_bs: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of each position's angles, [b, s, 1, K], rounded to dtype only after cos and sin
-    are taken.
-    """
+    """cos and sin of each position's angles, [b, s, 1, K]; only the results are rounded to dtype."""
     exact = exact_dtype(dtype)
     frequency = rope_frequencies(config, position_ids_bs.device, exact)
     angle = position_ids_bs[..., None].to(exact) * frequency
@@ -114,8 +109,7 @@ def apply_rope(x_bshK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 def causal_attention(
     q_bSHK: Tensor, k_bSGK: Tensor, v_bSGK: Tensor, documents_bS: Tensor | None, scale: float
 ) -> Tensor:
-    """Attend to earlier positions of the same document, by torch's fused kernel; no S x S mask is
-    ever made.
+    """Attend to earlier positions of the same document, by torch's fused kernel, without a mask.
 
     documents_bS   number of each position's document within its row, rising; None: the whole row is
                    one document. A host tensor: each document is then one kernel call, so a packed
@@ -151,9 +145,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; the number of heads is read off the projections, which may hold a
-    share of them.
-    """
+    """Grouped-query attention; the projections may hold a share of the heads."""
 
     def __init__(self, config: ModelConfig, use_rope: bool):
         super().__init__()
@@ -221,9 +213,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and final norm; exists so that parameter names match Hugging Face's
-    (`model.layers...`).
-    """
+    """Embedding, blocks and final norm: the `model.` in Hugging Face's parameter names."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -250,9 +240,7 @@ class CausalLM(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Make the head share the embedding's storage when the config says so; call after moving
-        the parameters.
-        """
+        """Make the head share the embedding's storage, if so configured; call after moving."""
         if self.config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
