@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import torch
@@ -56,27 +57,40 @@ def raise_together(error: Exception | None, host: Axis) -> None:
 class Interrupt:
     """SIGTERM and Ctrl-C ask for an end after the step; a second Ctrl-C ends at once.
 
+    A thread listens, as the main thread may be waiting in a collective, where Python runs no signal
+    handler.
+
     asked    whether one has come to this process
     """
 
     def __init__(self) -> None:
         self.asked = False
+        listen, self.wake = os.pipe()
+        os.set_blocking(self.wake, False)
+        self.wake_before = signal.set_wakeup_fd(self.wake)
         numbers = (signal.SIGTERM, signal.SIGINT)
-        self.before = {number: signal.signal(number, self._handle) for number in numbers}
+        self.before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        threading.Thread(target=self._listen, args=(listen,), daemon=True).start()
+
+    def _listen(self, listen: int) -> None:
+        while received := os.read(listen, 1):
+            number = received[0]
+            if self.asked and number == signal.SIGINT:
+                os._exit(128 + number)
+            if number in self.before and not self.asked:
+                self.asked = True
+                if int(os.environ.get("RANK", 0)) == 0:
+                    name = signal.Signals(number).name
+                    words = f"\n{name}: stopping after this step; Ctrl-C again ends at once.\n"
+                    os.write(2, words.encode())
+        os.close(listen)
 
     def release(self) -> None:
         """Handle signals as before."""
         for number, handler in self.before.items():
             signal.signal(number, handler)
-
-    def _handle(self, number: int, frame) -> None:
-        if self.asked and number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        if not self.asked and int(os.environ.get("RANK", 0)) == 0:
-            name = signal.Signals(number).name
-            os.write(2, f"\n{name}: stopping after this step; Ctrl-C ends at once.\n".encode())
-        self.asked = True
+        signal.set_wakeup_fd(self.wake_before)
+        os.close(self.wake)
 
 
 def broken_connection(error: RuntimeError) -> bool:
@@ -90,11 +104,14 @@ def missing_ranks(seconds: float = ROLL_CALL_SECONDS) -> list[int]:
 
     Communicates   a key of each rank in the store that the ranks met at
     """
-    store, world = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
-    store.set(f"roll call {dist.get_rank()}", "here")
-    deadline = time.monotonic() + seconds
-    missing = list(world)
-    while missing and time.monotonic() < deadline:
-        missing = [rank for rank in missing if not store.check([f"roll call {rank}"])]
-        time.sleep(0.05)
+    missing = list(range(dist.get_world_size()))
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"roll call {dist.get_rank()}", "here")
+        deadline = time.monotonic() + seconds
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not store.check([f"roll call {rank}"])]
+            time.sleep(0.05)
+    except dist.DistError:  # the store was rank 0's
+        return [0]
     return missing
