@@ -1,4 +1,4 @@
-"""Labels shifted once on whole rows, then padded and sliced, without a token lost or counted twice."""
+"""Labels shifted once on whole rows, then padded and sliced: no token lost or counted twice."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace

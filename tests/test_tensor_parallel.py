@@ -73,7 +73,7 @@ def column(bias: bool, copied: bool, width: int):
     "bias, copied, width", [(False, False, 8), (True, False, 8), (True, True, 8), (True, True, 11)]
 )
 def test_column_parallel_linear(tp, bias, copied, width):
-    """The input's gradient is one rank's part, or summed twice; the bias or padding is cut wrong."""
+    """The input's gradient is one rank's part, or summed twice; bias or padding cut wrong."""
     run_ranks(column, tp, bias, copied, width)
 
 
@@ -174,7 +174,7 @@ def replicated_heads(heads: int, bias: bool):
 @pytest.mark.parametrize("heads, tp", [(1, 2), (2, 4), (1, 4)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_replicated_kv_heads(heads, tp, bias):
-    """A rank takes another head than its queries', or replicas get different gradients (case 26)."""
+    """A rank takes another head than its queries', or replicas' gradients differ (case 26)."""
     ranks = run_ranks(replicated_heads, tp, heads, bias)
     for grads in ranks[1:]:
         assert all(torch.equal(a, b) for a, b in zip(grads, ranks[0]))
