@@ -56,6 +56,7 @@ class ChatTemplate:
         self._end = re.compile(f"{re.escape(self.close)}( ?{_any_of(ends - {''})})")
         self._backend = _renamed_backend(tokenizer, self._names)
         self._deadline, self._token_names = 0.0, token_names
+        self.definition = repr((template, sorted(token_names.items()), today))
         self._has_generation = bool(GENERATION.search(template))
         self._template = self._compile(template, today)
 

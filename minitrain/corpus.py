@@ -1,4 +1,4 @@
-"""The text that is always there, and its tokenizer: the Python standard library's own sources.
+"""Tokenizers, and the text that is always there: the Python standard library's own sources.
 
 No download: the running interpreter brings about 9 MB of real text along. Tests, vendored packages
 and generated tables are left out, and some files are held out, never to be trained on.
@@ -8,7 +8,6 @@ import ast
 import hashlib
 import json
 import platform
-import shutil
 import sysconfig
 import uuid
 from collections.abc import Iterable, Iterator
@@ -17,8 +16,6 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from minitrain.dataset import read_token_file, write_token_file
-
 EOS = "<|endoftext|>"
 SKIPPED_PARTS = {
     *("test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"),
@@ -26,7 +23,7 @@ SKIPPED_PARTS = {
     *("pydoc_data", "encodings", "entities.py", "__phello__", "__phello__.foo.py"),  # generated
 }
 HELDOUT_PER_MILLE = 55
-KINDS = {ast.FunctionDef: "function", ast.AsyncFunctionDef: "function", ast.ClassDef: "class"}
+BUILTIN = ("stdlib", "stdlib-chat")  # what --data may name besides files
 MIN_ANSWER = 40  # characters of a docstring that answers a question
 
 
@@ -46,13 +43,12 @@ class Tokenizer:
         self.backend = tokenizers.Tokenizer.from_str(definition)
         # A post-processor adds special tokens and trims white space from offsets; truncation and
         # padding are often left on in a file. None of them has a place in training data.
-        parts = json.loads(definition) | {"post_processor": None, "truncation": None}
-        parts["padding"] = None
-        self._plain = tokenizers.Tokenizer.from_str(json.dumps(parts))
+        unwanted = dict.fromkeys(("post_processor", "truncation", "padding"))
+        self._plain = tokenizers.Tokenizer.from_str(json.dumps(json.loads(definition) | unwanted))
         self._plain.encode_special_tokens = True
-        self.eos_id = self._id(eos_token)
-        pad_id = self._id(pad_token)
-        self.pad_id = next((i for i in (pad_id, self.eos_id) if i is not None), 0)
+        ids = [name and self.backend.token_to_id(name) for name in (eos_token, pad_token)]
+        self.eos_id = ids[0]
+        self.pad_id = next((i for i in (ids[1], ids[0]) if i is not None), 0)
         self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
@@ -65,8 +61,7 @@ class Tokenizer:
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple]]]:
         """Encode texts on all cores: for each its ids, and (begin, end) of each in characters."""
-        encodings = self._plain.encode_batch(texts, add_special_tokens=False)
-        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+        return [(e.ids, e.offsets) for e in self._plain.encode_batch(texts, False, False)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, special tokens spelled out."""
@@ -79,44 +74,34 @@ class Tokenizer:
         Without a name the eos id of config.json is taken. Raises ValueError when a file is
         missing or no tokenizer.
         """
-        directory = Path(directory)
-        path = directory / "tokenizer.json"
+        path = Path(directory) / "tokenizer.json"
         if not path.is_file():
             raise ValueError(
                 f"a tokenizer needs a file tokenizer.json, but {directory} has none. Copy it from "
                 "where the model comes from, or pass rows with input_ids."
             )
-        settings = _read_json(directory / "tokenizer_config.json")
-        names = [settings.get("eos_token"), settings.get("pad_token")]
-        names = [name["content"] if isinstance(name, dict) else name for name in names]
+        names = _read_json(path.with_name("tokenizer_config.json"))
+        names = [names.get("eos_token"), names.get("pad_token")]
+        eos, pad = (name["content"] if isinstance(name, dict) else name for name in names)
         try:
-            tokenizer = cls(path.read_text(encoding="utf-8"), *names)
+            tokenizer = cls(path.read_text(encoding="utf-8"), eos, pad)
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"{path} cannot be read as a tokenizer: {error}.") from None
-        if tokenizer.eos_id is None:
-            eos = _read_json(directory / "config.json").get("eos_token_id")
-            eos = eos[0] if isinstance(eos, list) else eos
-            if isinstance(eos, int):
-                return cls(tokenizer.definition, tokenizer.backend.id_to_token(eos), names[1])
+        eos_id = _read_json(path.with_name("config.json")).get("eos_token_id")
+        if tokenizer.eos_id is None and eos_id is not None:
+            eos = tokenizer.backend.id_to_token(eos_id[0] if isinstance(eos_id, list) else eos_id)
+            return cls(tokenizer.definition, eos, pad)
         return tokenizer
 
     def save(self, directory: Path):
         """Write tokenizer.json and tokenizer_config.json as transformers' AutoTokenizer reads."""
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "tokenizer.json").write_text(self.definition, encoding="utf-8")
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": self.eos_token,
-            "pad_token": self.pad_token or self.eos_token,
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": 10**30,  # no limit
-        }
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token}
+        settings["pad_token"] = self.pad_token or self.eos_token
+        settings |= {"clean_up_tokenization_spaces": False, "model_max_length": 10**30}  # no limit
         text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
-        (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
-
-    def _id(self, token: str | None) -> int | None:
-        return None if token is None else self.backend.token_to_id(token)
+        Path(directory, "tokenizer.json").write_text(self.definition, encoding="utf-8")
+        Path(directory, "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
@@ -124,18 +109,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
 
     vocab_size   entries, at least 257: every byte and the eos token; fewer come out of few texts
     """
-    if vocab_size < 257:
-        raise ValueError(f"a vocabulary must hold 256 bytes and eos, 257, but is {vocab_size}.")
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
+    settings = {"vocab_size": vocab_size, "special_tokens": [EOS], "show_progress": False}
+    settings["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(texts, trainers.BpeTrainer(**settings))
     return Tokenizer(backend.to_str(), EOS)
 
 
@@ -152,12 +131,10 @@ def stdlib_documents() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         generated = parts[-1].startswith("_sysconfigdata") or parts[0].startswith("config-")
         if generated or SKIPPED_PARTS.intersection(parts):
             continue
-        try:
-            text = path.read_bytes().decode("utf-8").replace("\r\n", "\n")
-        except (UnicodeDecodeError, OSError):
-            continue
+        name, text = "/".join(parts), path.read_text(encoding="utf-8")
+        number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
         if text.strip():
-            (heldout if _is_held_out(parts) else train).append(("/".join(parts), text))
+            (heldout if number % 1000 < HELDOUT_PER_MILLE else train).append((name, text))
     if not train or not heldout:
         raise ValueError(
             f"the embedded corpus is the Python standard library's source files, but {root} holds "
@@ -166,96 +143,66 @@ def stdlib_documents() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     return train, heldout
 
 
-def stdlib_chat_rows(heldout: bool = False) -> Iterator[dict]:
-    """Yield {"messages": [question, answer]} rows made from public docstrings, each answer once.
+def builtin_data(name: str, directory: Path) -> list[Path]:
+    """Write one of BUILTIN as .jsonl, or find it made: the rows to train on, and those held out."""
+    names = [f"{name}-{platform.python_version()}-{part}.jsonl" for part in ("train", "heldout")]
+    paths = [Path(directory) / name for name in names]
+    if not all(path.exists() for path in paths):
+        parts = [[{"text": text} for _, text in part] for part in stdlib_documents()]
+        for path, rows in zip(paths, stdlib_chat_rows() if name == "stdlib-chat" else parts):
+            _write(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return paths
 
-    heldout   rows from the held-out files instead, without answers that a file to train on has too
+
+def cached_tokenizer(texts: Iterable[str], directory: Path, vocab_size: int) -> Tokenizer:
+    """Train a tokenizer, or find the one made of the same texts."""
+    texts, key = list(texts), hashlib.sha256(f"{tokenizers.__version__} {vocab_size}".encode())
+    for text in texts:
+        key.update(text.encode())
+    path = Path(directory) / f"tokenizer-{key.hexdigest()[:16]}.json"
+    if not path.exists():
+        _write(path, train_tokenizer(texts, vocab_size).definition)
+    return Tokenizer(path.read_text(encoding="utf-8"), EOS)
+
+
+def stdlib_chat_rows() -> tuple[list[dict], list[dict]]:
+    """Make {"messages": [question, answer]} rows of public docstrings, each answer once: to train
+    on, and held out.
     """
-    train, held = stdlib_documents()
-    seen = {answer for _, answer in _questions(train)} if heldout else set()
-    for question, answer in _questions(held if heldout else train):
-        if answer not in seen:
-            seen.add(answer)
-            turns = [("user", question), ("assistant", answer)]
-            yield {"messages": [{"role": role, "content": text} for role, text in turns]}
+    parts, seen = ([], []), set()
+    for part, files in zip(parts, stdlib_documents()):
+        for name, text in files:
+            module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            for question, answer in _questions(ast.parse(text), module):
+                if len(answer) >= MIN_ANSWER and answer not in seen:
+                    seen.add(answer)
+                    turns = [("user", question), ("assistant", answer)]
+                    part.append({"messages": [{"role": r, "content": t} for r, t in turns]})
+    return parts
 
 
-def embedded_corpus(cache_dir: Path, vocab_size: int = 4096) -> tuple[Tokenizer, Path, Path, str]:
-    """Train the tokenizer on the standard library, write the token files; or find both made.
-
-    The cache is a directory named by a hash of texts, versions and vocab_size, and appears at
-    once and whole, so that any number of processes may call this together.
-
-    Returns   (tokenizer, token file to train on, token file held out, one line about them)
-    """
-    train, heldout = stdlib_documents()
-    versions = ["1", platform.python_version(), tokenizers.__version__, str(vocab_size)]
-    key = hashlib.sha256(json.dumps([versions, train, heldout]).encode()).hexdigest()[:16]
-    final = Path(cache_dir) / f"stdlib-{key}"
-    if not final.is_dir():
-        part = Path(cache_dir) / f"stdlib-{key}.{uuid.uuid4().hex}.part"
-        try:
-            tokenizer = train_tokenizer((text for _, text in train), vocab_size)
-            tokenizer.save(part)
-            for name, documents in (("train", train), ("heldout", heldout)):
-                write_token_file(
-                    part / f"{name}.bin",
-                    tokenizer.encode_batch([text for _, text in documents]),
-                    dtype="uint16" if tokenizer.vocab_size <= 2**16 else "uint32",
-                    tokenizer_name=f"byte-level BPE of {tokenizer.vocab_size}, stdlib-{key}",
-                    eos_id=tokenizer.eos_id,
-                )
-            try:
-                part.rename(final)
-            except OSError:  # another process was first: its files are the same
-                if not final.is_dir():
-                    raise
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-    paths = [final / "train.bin", final / "heldout.bin"]
-    counts = [read_token_file(path)[1]["count"] for path in paths]
-    sizes = [sum(len(text.encode()) for _, text in part) / 1e6 for part in (train, heldout)]
-    summary = (
-        f"Python {platform.python_version()}'s standard library, tests and generated tables left "
-        f"out: {len(train)} files, {sizes[0]:.1f} MB, {counts[0]:,} tokens to train on; "
-        f"{len(heldout)} files, {sizes[1]:.1f} MB, {counts[1]:,} tokens held out"
-    )
-    return Tokenizer.load(final), *paths, summary
-
-
-def _is_held_out(parts: tuple[str, ...]) -> bool:
-    digest = hashlib.sha256("/".join(parts).encode()).digest()
-    return int.from_bytes(digest[:4], "big") % 1000 < HELDOUT_PER_MILLE
-
-
-def _questions(files: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield (question, answer) of the modules, and of the public names in them."""
-    for name, text in files:
-        module = name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        try:
-            tree = ast.parse(text)
-        except SyntaxError:
-            continue
-        about = (f"What is the Python module {module} about?", ast.get_docstring(tree))
-        for question, answer in (about, *_questions_in(tree, module)):
-            if answer and len(answer) >= MIN_ANSWER:
-                yield question, answer
-
-
-def _questions_in(node: ast.AST, prefix: str) -> Iterator[tuple[str, str | None]]:
-    """Yield (question, docstring) of public functions and classes, those in classes too."""
+def _questions(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+    """Yield (question, docstring) of a module, class or function, and of the public ones in it."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        question = f"What does the Python function {name}({ast.unparse(node.args)}) do?"
+        yield question, ast.get_docstring(node) or ""
+        return
+    kind, about = ("class", "for") if isinstance(node, ast.ClassDef) else ("module", "about")
+    yield f"What is the Python {kind} {name} {about}?", ast.get_docstring(node) or ""
     for child in ast.iter_child_nodes(node):
-        kind = KINDS.get(type(child))
-        if kind is None or child.name.startswith("_"):
-            continue
-        name = f"{prefix}.{child.name}"
-        answer = ast.get_docstring(child)
-        question = f"What is the Python class {name} for?"
-        if answer and kind == "function":
-            question = f"What does the Python function {name}({ast.unparse(child.args)}) do?"
-        yield question, answer
-        if kind == "class":
-            yield from _questions_in(child, name)
+        is_definition = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if is_definition and not child.name.startswith("_"):
+            yield from _questions(child, f"{name}.{child.name}")
+
+
+def _write(path: Path, text: str):
+    """Write a file whole or not at all; any number of processes may write the same together."""
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _read_json(path: Path) -> dict:

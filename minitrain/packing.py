@@ -1,8 +1,8 @@
 """Lay documents out in rows: cut, truncate, put one or several into a row.
 
-Apart from dataset.py, because it is the one part with an algorithm in it and is read on its own.
-Its two classes are what a dataset takes rows from: each has num_rows, the counts for the summary,
-and fill(row, ...), which writes one row into a batch.
+A dataset takes rows from the two classes here: each has num_rows, the counts for the summary, and
+fill(row, ids_S, labels_S, starts_S), which writes one row into a batch; starts_S marks where a
+document, or the padding, begins.
 
 S tokens of a row.
 """
@@ -22,9 +22,7 @@ class TokenStream:
     so that a memory-mapped file larger than memory costs none.
     """
 
-    def __init__(
-        self, tokens: np.ndarray, eos_id: int | None, seq_len: int, num_documents: int | None
-    ):
+    def __init__(self, tokens: np.ndarray, eos_id: int | None, seq_len: int, num_documents):
         self.tokens, self.seq_len = tokens, seq_len
         self.eos_id = -1 if eos_id is None else eos_id
         self.num_rows = -(-len(tokens) // seq_len)
@@ -38,7 +36,6 @@ class TokenStream:
         self.num_loss_tokens = max(0, len(tokens) - self.num_rows - borders)
 
     def fill(self, row: int, ids_S: np.ndarray, labels_S: np.ndarray, starts_S: np.ndarray):
-        """Write row number `row`; starts marks where a document, or the padding, begins."""
         piece = self.tokens[row * self.seq_len : (row + 1) * self.seq_len]
         end = len(piece)
         ids_S[:end] = labels_S[:end] = piece
@@ -47,7 +44,7 @@ class TokenStream:
 
 
 class DocumentRows:
-    """Put documents, or pieces no longer than a row, into rows.
+    """Put pieces of documents, each no longer than a row, into rows.
 
     tokens, labels   of all documents, end to end; labels None: every token counts
     begins, lengths  where each piece is in them
@@ -66,7 +63,6 @@ class DocumentRows:
         self.num_loss_tokens = int(_count_loss(labels, begins, lengths).sum())
 
     def fill(self, row: int, ids_S: np.ndarray, labels_S: np.ndarray, starts_S: np.ndarray):
-        """Write row number `row`; starts marks where a document, or the padding, begins."""
         at = 0
         for piece in self.order[self.first[row] : self.first[row + 1]]:
             begin, length = self.begins[piece], self.lengths[piece]
@@ -79,28 +75,18 @@ class DocumentRows:
 
 def lay_out(documents: Documents, seq_len: int, pack: bool, eos_id: int | None, notes: list[str]):
     """Lay tokenised documents out in rows; append to notes what was cut or left out."""
-    lengths = np.array([len(ids) for ids in documents.ids], np.int64)
-    tokens = np.concatenate([np.zeros(0, np.int32), *documents.ids])
+    tokens, labels, lengths = documents.tokens, documents.labels, documents.lengths
     if pack and documents.all_text:
         return TokenStream(tokens, eos_id, seq_len, len(lengths))
-    has_labels = np.array([labels is not None for labels in documents.labels], bool)
-    labels = None
-    if has_labels.any():
-        pairs = zip(documents.labels, documents.ids, strict=True)
-        labels = np.concatenate([ids if labels is None else labels for labels, ids in pairs])
-    begins = np.cumsum(lengths) - lengths
-    truncated = has_labels & (lengths > seq_len)
-    kept = np.where(truncated, seq_len, lengths)
+    begins, too_long = np.cumsum(lengths) - lengths, documents.labelled & (lengths > seq_len)
+    kept = np.where(too_long, seq_len, lengths)
     loss_in_file, loss = (_count_loss(labels, begins, size) for size in (lengths, kept))
-    lost = (loss == 0) & (loss_in_file > 0)
-    barren = loss_in_file == 0
-    if truncated.any():
-        notes.append(f"{truncated.sum():,} rows longer than {seq_len} tokens were cut there")
+    barren, lost = loss_in_file == 0, (loss == 0) & (loss_in_file > 0)
+    if too_long.any():
+        notes.append(f"{too_long.sum():,} rows longer than {seq_len} tokens were cut there")
     if lost.any():
-        notes.append(
-            f"{lost.sum():,} of them dropped, since all their loss tokens lie beyond "
-            f"token {seq_len} (a larger --seq-len keeps them)"
-        )
+        where = f"beyond token {seq_len} (a larger --seq-len keeps them)"
+        notes.append(f"{lost.sum():,} of them dropped, since all their loss tokens lie {where}")
     if barren.any():
         # One document a row keeps them, so that step n takes rows n * B to (n + 1) * B of the file.
         done = "dropped" if pack else "kept"
@@ -113,41 +99,33 @@ def lay_out(documents: Documents, seq_len: int, pack: bool, eos_id: int | None, 
 
 def lay_out_token_file(tokens: np.memmap, header: dict, seq_len: int, pack: bool):
     """Lay a token file out in rows; one document a row takes an index of 24 bytes a document."""
-    eos_id = header.get("eos_id")
+    eos_id, size = header.get("eos_id"), len(tokens)
     if pack:
         return TokenStream(tokens, eos_id, seq_len, header.get("documents"))
-    eos_id = -1 if eos_id is None else eos_id
-    ends = [
-        begin + 1 + np.flatnonzero(tokens[begin : begin + SCAN_TOKENS] == eos_id)
-        for begin in range(0, len(tokens), SCAN_TOKENS)
-    ]
-    borders = np.unique(np.concatenate([[0], *ends, [len(tokens)]]))
+    parts = [(at, tokens[at : at + SCAN_TOKENS]) for at in range(0, size, SCAN_TOKENS)]
+    ends = [at + 1 + np.flatnonzero(part == eos_id) for at, part in parts if eos_id is not None]
+    borders = np.unique(np.concatenate([[0], *ends, [size]]))
     begins, lengths = _cut(borders[:-1], np.diff(borders), seq_len)
     return DocumentRows(tokens, None, begins, lengths, np.arange(len(begins)), len(borders) - 1)
 
 
 def _cut(begins: np.ndarray, lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut documents into pieces of at most seq_len; a last piece of one token is left out.
-
-    It would have nothing to predict.
+    """Cut documents into pieces of at most seq_len; a last piece of one token, which would have
+    nothing to predict, is left out.
     """
     pieces = np.maximum(1, -(-(lengths - 1) // seq_len))
     number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    offset = number * seq_len
-    return (
-        np.repeat(begins, pieces) + offset,
-        np.minimum(seq_len, np.repeat(lengths, pieces) - offset),
-    )
+    left = np.repeat(lengths, pieces) - number * seq_len
+    return np.repeat(begins, pieces) + number * seq_len, np.minimum(seq_len, left)
 
 
 def _first_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
-    """Return the row of each piece: within a window, the longest first, each in the first row
-    with room for it. A window holds the pieces of about WINDOW_ROWS rows, in file order.
+    """Return the row of each piece: within a window, the longest first, each in the first row with
+    room for it. A window holds the pieces of about WINDOW_ROWS rows, in file order.
     """
     windows = (np.cumsum(lengths) - lengths) // (WINDOW_ROWS * seq_len)
-    ends = [*(np.flatnonzero(np.diff(windows)) + 1), len(lengths)]
     row_of_piece, num_rows, begin = np.zeros(len(lengths), np.int64), 0, 0
-    for end in ends:
+    for end in [*(np.flatnonzero(np.diff(windows)) + 1), len(lengths)]:
         free = np.full(end - begin, seq_len)
         for piece in np.argsort(-lengths[begin:end], kind="stable"):
             row = int(np.argmax(free >= lengths[begin + piece]))

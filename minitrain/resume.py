@@ -25,6 +25,7 @@ from minitrain.bf16_optimizer import BF16Optimizer
 from minitrain.checkpoint import copy_to_host, load_checkpoint, publish, state_pieces, write_rank
 from minitrain.checkpoint_files import read_manifest
 from minitrain.collectives import all_reduce
+from minitrain.corpus import BUILTIN
 from minitrain.mesh import Mesh, ShardSpec
 
 SAMPLE = 2**20  # bytes at the start and at the end of a token file that tell it from others
@@ -248,9 +249,7 @@ def shaping_settings(config) -> dict:
     """The settings that change a run's numbers, and what identifies its data, as JSON has them."""
     settings = {name: value for name, value in asdict(config).items() if name in SHAPING}
     settings["model"] = Path(config.model).name
-    settings["data"] = [fingerprint(Path(path)) for path in config.data]
-    if not config.data:
-        settings["data"] = f"standard library of Python {platform.python_version()}"
+    settings["data"] = [fingerprint(Path(path)) for path in config.data or ["stdlib"]]
     if config.schedule == "constant":
         del settings["steps"]
     return json.loads(json.dumps(settings, default=str))
@@ -258,6 +257,8 @@ def shaping_settings(config) -> dict:
 
 def fingerprint(file: Path) -> str:
     """A data file's name, size and checksum, of the whole text or of a token file's two ends."""
+    if str(file) in BUILTIN:
+        return f"{file} of Python {platform.python_version()}"
     size, checksum = file.stat().st_size, 0
     with file.open("rb") as stream:
         while part := stream.read(SAMPLE):

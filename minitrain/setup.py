@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import shutil
 import sys
 import time
@@ -18,9 +19,11 @@ import torch
 
 from minitrain.adapter_files import base_of, check_same, is_adapter, load_adapter
 from minitrain.agreement import broken_connection, missing_ranks
-from minitrain.corpus import Tokenizer, embedded_corpus
+from minitrain.chat import ChatTemplate, has_chat_template
+from minitrain.corpus import BUILTIN, Tokenizer, builtin_data, cached_tokenizer
 from minitrain.dataset import Dataset, open_dataset
 from minitrain.device import Device
+from minitrain.documents import sample_texts
 from minitrain.huggingface import (
     has_weights,
     inspect_model,
@@ -167,40 +170,45 @@ def describe_batch(config, mesh: Mesh) -> str:
 def open_data(
     config, model_dir: Path | None, model_config: ModelConfig, device: Device, log
 ) -> tuple[Tokenizer | None, Dataset, Dataset | None]:
-    """Open the training and held-out rows with the model's tokenizer, or the embedded corpus' own.
+    """Open the training and held-out rows with the model's tokenizer; for a preset, with one that
+    is trained on the training files. Rank 0 goes first, and the others find what it cached.
 
     Returns   tokenizer or None, training rows, held-out rows or None
     """
-    vocab_size, tokenizer = model_config.vocab_size, None
-    train, held_out = list(config.data), list(config.eval_data)
-    if model_dir is None:
-        if launched_rank() == 0:
-            embedded_corpus(config.out, vocab_size)  # the other ranks find what rank 0 has made
+    if launched_rank() != 0:
         device.barrier()
-        tokenizer, train_file, held_out_file, words = embedded_corpus(config.out, vocab_size)
-        if not train:
-            train, held_out = [train_file], held_out or [held_out_file]
-            log.say(words)
-    elif (model_dir / "tokenizer.json").exists():
+    files = list(config.data) or ([Path("stdlib")] if model_dir is None else [])
+    held_out, tokenizer, chat = list(config.eval_data), None, None
+    cache = config.out / "cache"
+    cache.mkdir(parents=True, exist_ok=True)
+    if not files:
+        kinds = f".txt, .jsonl or .bin files, or {' or '.join(BUILTIN)}"
+        raise ValueError(f"--model {config.model} needs --data: {kinds}.")
+    if str(files[0]) in BUILTIN:
+        log.say(f"data: {files[0]}, made of Python {platform.python_version()}'s own sources")
+        train_file, held_out_file = builtin_data(str(files[0]), cache)
+        files, held_out = [train_file], held_out or [held_out_file]
+    if model_dir is None and (texts := list(sample_texts(files))):
+        tokenizer = cached_tokenizer(texts, cache, model_config.vocab_size)
+        megabytes = sum(map(len, texts)) / 1e6
+        what = f"{tokenizer.vocab_size:,} entries, trained on {megabytes:.1f} MB of the data"
+        log.say(f"tokenizer: byte-level BPE of {what}")
+    elif model_dir and (model_dir / "tokenizer.json").exists():
         tokenizer = Tokenizer.load(model_dir)
-    if not train:
-        raise ValueError(f"--model {config.model} needs --data: .txt, .jsonl or .bin files.")
+        chat = ChatTemplate.load(model_dir, tokenizer) if has_chat_template(model_dir) else None
 
-    def rows(paths: list[Path], what: str) -> Dataset:
-        data = open_dataset(
-            paths,
-            tokenizer,
-            config.seq_len,
-            pack=config.pack,
-            shuffle=config.shuffle,
-            seed=config.seed,
-            on_bad_row=config.on_bad_row,
-            vocab_size=vocab_size,
-        )
-        log.say(f"{what}: {data.summary}")
-        return data
-
-    return tokenizer, rows(train, "training"), rows(held_out, "held out") if held_out else None
+    names = ("seq_len", "pack", "shuffle", "seed", "on_bad_row")
+    settings = {name: getattr(config, name) for name in names}
+    settings |= {"vocab_size": model_config.vocab_size, "chat": chat, "cache_dir": cache}
+    settings["quiet"] = launched_rank() != 0
+    train_rows = open_dataset(files, tokenizer, **settings)
+    log.say(f"training: {train_rows.summary}")
+    held_out_rows = open_dataset(held_out, tokenizer, **settings) if held_out else None
+    if held_out_rows:
+        log.say(f"held out: {held_out_rows.summary}")
+    if launched_rank() == 0:
+        device.barrier()
+    return tokenizer, train_rows, held_out_rows
 
 
 def lora_config(config) -> LoRAConfig:

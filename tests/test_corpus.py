@@ -8,8 +8,8 @@ import pytest
 from tokenizers import processors
 
 from minitrain import corpus
-from minitrain.corpus import EOS, Tokenizer, embedded_corpus, train_tokenizer
-from minitrain.dataset import open_dataset, read_token_file
+from minitrain.corpus import EOS, Tokenizer, cached_tokenizer, train_tokenizer
+from minitrain.dataset import open_dataset
 
 TEXTS = ["the cat sat on the mat\n    and the hat\n\n\nfor the rat = 12\n" * 3, "naïve café 日本"]
 
@@ -36,8 +36,6 @@ def test_training_is_deterministic(tokenizer):
     """Red when two machines would train different tokenizers on the same text."""
     assert train_tokenizer(iter(TEXTS), 300).definition == tokenizer.definition
     assert tokenizer.vocab_size == 300 and tokenizer.eos_id == tokenizer.pad_id == 0
-    with pytest.raises(ValueError, match="257, but is 256"):
-        train_tokenizer(TEXTS, 256)
 
 
 def test_control_tokens_in_a_text_stay_text(tokenizer, tmp_path):
@@ -142,7 +140,7 @@ def test_chat_rows_come_from_their_own_part(monkeypatch):
     files = [f for f in parts[0] if f[0].startswith(("asyncio", "email", "random", "queue"))]
     repeated = ("copy_of_random.py", dict(parts[1])["random.py"])  # answers that both parts have
     monkeypatch.setattr(corpus, "stdlib_documents", lambda: ([*files, repeated], parts[1]))
-    train, heldout = (list(corpus.stdlib_chat_rows(part)) for part in (False, True))
+    train, heldout = corpus.stdlib_chat_rows()
     answers = [[row["messages"][1]["content"] for row in rows] for rows in (train, heldout)]
     assert len(train) > 100 and len(heldout) > 50
     assert any("random" in row["messages"][0]["content"] for row in train)
@@ -155,43 +153,50 @@ class TestCache:
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):
         """A corpus of two short files, so that the tests take no time."""
-        self.parts = [("a.py", TEXTS[0])], [("b.py", TEXTS[1])]
-        monkeypatch.setattr(corpus, "stdlib_documents", lambda: self.parts)
+        files = (
+            [("a.py", '"""What this module is for, in words, at some length."""\n' * 2)],
+            [("b.py", "x = 1")],
+        )
+        monkeypatch.setattr(corpus, "stdlib_documents", lambda: files)
 
-    def test_files_are_made_once(self, tmp_path, monkeypatch):
-        """Red when the tokenizer is trained again, or the cache outlives a change of the text."""
-        t, train, heldout, summary = embedded_corpus(tmp_path, 280)
-        assert t.decode(read_token_file(train)[0]) == TEXTS[0] + EOS
-        assert t.decode(read_token_file(heldout)[0]) == TEXTS[1] + EOS
-        assert f"{read_token_file(train)[1]['count']:,} tokens to train on" in summary
-        with monkeypatch.context() as patch:
-            patch.setattr(corpus, "train_tokenizer", None)
-            again = embedded_corpus(tmp_path, 280)
-        assert again[1:] == (train, heldout, summary) and again[0].definition == t.definition
-        self.parts = [("a.py", TEXTS[0] + "more")], self.parts[1]
-        assert embedded_corpus(tmp_path, 280)[1] != train
+    @pytest.mark.parametrize("name", corpus.BUILTIN)
+    def test_files_are_made_once(self, tmp_path, monkeypatch, name):
+        """Red when the built-in rows are no rows, mix the two parts, or are made again."""
+        paths = corpus.builtin_data(name, tmp_path)
+        rows = [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+        if name == "stdlib":
+            assert rows[1] == [{"text": "x = 1"}]
+        else:
+            assert (
+                rows[0][0]["messages"][1]["content"]
+                == "What this module is for, in words, at some length."
+            )
+            assert rows[1] == []
+        monkeypatch.setattr(corpus, "stdlib_documents", None)
+        assert corpus.builtin_data(name, tmp_path) == paths
+
+    def test_the_tokenizer_is_of_the_text(self, tmp_path, monkeypatch):
+        """Red when a tokenizer is trained again on the same text, or outlives a change of it."""
+        t = cached_tokenizer(iter(TEXTS), tmp_path, 280)
+        assert t.definition == train_tokenizer(TEXTS, 280).definition and t.eos_id == 0
+        assert cached_tokenizer(TEXTS[:1], tmp_path, 280).definition != t.definition
+        monkeypatch.setattr(corpus, "train_tokenizer", None)
+        assert cached_tokenizer(TEXTS, tmp_path, 280).definition == t.definition
 
     def test_several_processes_at_once(self, tmp_path):
         """Red when ranks that make the cache together destroy or half read each other's files."""
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda _: embedded_corpus(tmp_path, 280)[1:], range(8)))
-        assert len(set(found)) == 1
-        assert [path.name for path in tmp_path.iterdir()] == [found[0][0].parent.name]
+            found = list(pool.map(lambda _: cached_tokenizer(TEXTS, tmp_path, 280), range(8)))
+        assert len({t.definition for t in found}) == 1
+        assert len(list(tmp_path.iterdir())) == 1
 
     def test_an_interrupted_cache_is_not_taken_for_whole(self, tmp_path, monkeypatch):
-        """Red when a run killed while it makes the cache leaves a directory that the next uses."""
+        """Red when a run killed while it makes the cache leaves a file that the next uses."""
         with monkeypatch.context() as patch:
-            patch.setattr(corpus, "write_token_file", lambda *_, **__: 1 / 0)
+            patch.setattr(corpus.Path, "replace", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                embedded_corpus(tmp_path, 280)
+                cached_tokenizer(TEXTS, tmp_path, 280)
         assert list(tmp_path.iterdir()) == []
-        assert embedded_corpus(tmp_path, 280)[1].is_file()
-
-    def test_the_token_files_make_a_dataset(self, tmp_path):
-        """Red when corpus and dataset disagree about files, header or eos."""
-        t, train, _, _ = embedded_corpus(tmp_path, 280)
-        rows = open_dataset([train], t, 16, vocab_size=t.vocab_size, shuffle=False).batch(0, 2)
-        assert t.decode(rows.input_ids.ravel()) in TEXTS[0]
 
 
 def test_an_interpreter_without_sources_is_told(monkeypatch, tmp_path):

@@ -4,8 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from token_files import write_token_file
 
-from minitrain.dataset import open_dataset, read_token_file, write_token_file
+from minitrain import dataset
+from minitrain.corpus import train_tokenizer
+from minitrain.dataset import open_dataset
 
 
 def token_rows(path, *rows):
@@ -72,15 +75,10 @@ def test_evaluation_takes_each_row_once_in_fixed_shapes(tmp_path, batch):
 
 
 class TestTokenFiles:
-    def test_round_trip(self, tmp_path):
-        """Red when bytes, header or document borders of a token file change on the way."""
+    def test_ids_and_borders(self, tmp_path):
+        """Red when ids or document borders of a token file change on the way."""
         path = tmp_path / "a.bin"
-        write_token_file(path, [[1, 2], [], [70000]], dtype="uint32", tokenizer_name="t", eos_id=0)
-        assert path.read_bytes() == np.array([1, 2, 0, 0, 70000, 0], "<u4").tobytes()
-        assert json.loads((tmp_path / "a.bin.json").read_text()) == {
-            **{"dtype": "uint32", "tokenizer": "t", "count": 6, "eos_id": 0},
-            **{"documents": 3, "largest_id": 70000},
-        }
+        write_token_file(path, [[1, 2], [], [70000]], dtype="uint32")
         rows = open_dataset([path], None, 8).rows([0])
         assert rows.documents.tolist() == [[0, 0, 0, 1, 2, 2, 3, 3]]
         one_each = open_dataset([path], None, 8, pack=False, shuffle=False)
@@ -105,19 +103,10 @@ class TestTokenFiles:
         assert dataset.batch(2**22 - 1, 8).labels.sum() == 0
         path.unlink()
 
-    def test_a_failing_write_leaves_the_old_file(self, tmp_path):
-        """Red when an interrupted write leaves half a file, or destroys the one before."""
-        path, settings = tmp_path / "a.bin", {"tokenizer_name": "t", "eos_id": None}
-        write_token_file(path, [[1, 2, 3]], dtype="uint16", **settings)
-        with pytest.raises(ValueError, match="uint16 holds ids from 0 to 65535, but one is 65536"):
-            write_token_file(path, [[4], [65536]], dtype="uint16", **settings)
-        assert read_token_file(path)[0].tolist() == [1, 2, 3]
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.bin.json"]
-
     def test_broken_files_are_named(self, tmp_path):
         """Red when a cut file, a missing header or another model's ids are trained on."""
         path = tmp_path / "a.bin"
-        write_token_file(path, [[1, 2, 300]], dtype="uint16", tokenizer_name="t", eos_id=None)
+        write_token_file(path, [[1, 2, 300]], eos_id=None)
         with pytest.raises(ValueError, match=r"below the model's vocabulary of 256, but .* 300"):
             open_dataset([path], None, 4, vocab_size=256)
         header = json.loads((tmp_path / "a.bin.json").read_text())
@@ -129,8 +118,41 @@ class TestTokenFiles:
         with pytest.raises(ValueError, match="3 of 2 bytes, but it has 5 bytes"):
             open_dataset([path], None, 4)
         (tmp_path / "a.bin.json").write_text('{"dtype": "float32", "count": 3}')
-        with pytest.raises(ValueError, match="must be the header of a token file"):
+        with pytest.raises(ValueError, match="needs a header"):
             open_dataset([path], None, 4)
         (tmp_path / "a.bin.json").unlink()
         with pytest.raises(ValueError, match=r"needs a header .*a\.bin\.json"):
             open_dataset([path], None, 4)
+
+
+class TestCache:
+    def test_tokens_are_made_once(self, tmp_path, monkeypatch):
+        """Red when each rank or run tokenizes again, or labels, borders or reasons get lost."""
+        paths = token_rows(tmp_path / "a.jsonl", ([1, 2, 3], [-100, 2, 3]), ([4, 5], None))
+        with paths[0].open("a") as file:
+            file.write('\n{"text": 5}')
+        settings = {"seq_len": 4, "shuffle": False, "on_bad_row": "skip"}
+        fresh = open_dataset(paths, None, **settings)
+        first = open_dataset(paths, None, cache_dir=tmp_path, **settings)
+        monkeypatch.setattr(dataset, "read_documents", None)
+        for again in (first, open_dataset(paths, None, cache_dir=tmp_path, **settings)):
+            assert again.summary == fresh.summary
+            for name, values in vars(again.rows([0, 1])).items():
+                assert np.array_equal(values, getattr(fresh.rows([0, 1]), name)), name
+        assert "1 bad row skipped, the first: " in fresh.summary
+        assert len(list(tmp_path.glob("tokens-*"))) == 1
+
+    def test_a_change_is_seen(self, tmp_path):
+        """Red when the cache outlives the contents of a file, the settings or the tokenizer."""
+        texts = [train_tokenizer(["abc" * 9], 257), train_tokenizer(["abc" * 9], 258)]
+        path = tmp_path / "a.txt"
+        for count, text in enumerate(("abc", "abd"), start=1):
+            path.write_text(text)
+            for tokenizer in texts:
+                rows = open_dataset([path], tokenizer, 8, cache_dir=tmp_path).rows([0])
+                ids = rows.input_ids[0, : len(tokenizer.encode(text))]
+                assert tokenizer.decode(ids) == text
+            assert len(list(tmp_path.glob("tokens-*"))) == 2 * count
+        with pytest.raises(ValueError, match="ids from 0 to 9, but one is"):
+            open_dataset([path], texts[0], 8, cache_dir=tmp_path, vocab_size=10)
+        assert len(list(tmp_path.iterdir())) == 5

@@ -4,8 +4,9 @@ import json
 
 import numpy as np
 import pytest
+from token_files import write_token_file
 
-from minitrain.dataset import open_dataset, write_token_file
+from minitrain.dataset import open_dataset
 
 
 class Letters:
@@ -179,7 +180,7 @@ def test_mixed_rows(tmp_path):
     """Red when rows of several forms, in several files, lose order, mask or borders."""
     first = write(tmp_path / "a.jsonl", [{"text": "abcdefg"}, {"input_ids": [1, 2]}])
     second = write(tmp_path / "b.jsonl", [{"prompt": "x", "completion": "y", "text": "no"}])
-    write_token_file(tmp_path / "c.bin", [[5, 6]], dtype="uint16", tokenizer_name="", eos_id=0)
+    write_token_file(tmp_path / "c.bin", [[5, 6]])
     paths = [*first, *second, tmp_path / "c.bin"]
     dataset = open_dataset(paths, Letters(), 5, shuffle=False)
     found = documents_of(dataset.rows(range(dataset.num_rows)))

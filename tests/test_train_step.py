@@ -8,9 +8,10 @@ import torch
 from conftest import lively_weights, tiny_config, uneven_rows
 from layout_runs import SETTINGS, build, train
 from reference import reference_steps
+from token_files import write_token_file
 
 from minitrain.data_sharder import shard_batch
-from minitrain.dataset import Rows, open_dataset, write_token_file
+from minitrain.dataset import Rows, open_dataset
 from minitrain.launch import run_ranks
 from minitrain.mesh import init_mesh
 from minitrain.model_sharder import gather_state_dict
@@ -187,7 +188,7 @@ def test_schedules(schedule, at, want):
 def held_out(directory):
     path = directory / "held_out.bin"
     documents = [list(range(1, 2 + n)) for n in (9, 17, 4, 11, 8)]
-    write_token_file(path, documents, dtype="uint16", tokenizer_name="none", eos_id=0)
+    write_token_file(path, documents)
     return open_dataset([path], None, 12, vocab_size=64)
 
 
@@ -225,7 +226,7 @@ def test_steps_and_tokens_do_not_depend_on_the_layout(tmp_path):
     """Red when a layout changes which rows make a step, or counts tokens per rank (17 to 19)."""
     path = tmp_path / "data.bin"
     documents = [list(range(1, 60))] * 9
-    write_token_file(path, documents, dtype="uint16", tokenizer_name="none", eos_id=0)
+    write_token_file(path, documents)
     data = open_dataset([path], None, 8, vocab_size=64)
 
     def seen(sp: int, tp: int):
