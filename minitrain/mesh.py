@@ -115,7 +115,7 @@ def check_model(
         if num_kv_heads % ranks and ranks % num_kv_heads:
             raise ValueError(
                 f"kv heads must be a multiple of {what} or divide it: {num_kv_heads} kv heads, "
-                f"{what} = {ranks}. Choose another --sp or --tp."
+                f"{sp} * {tp} = {parts}. Choose another --sp or --tp."
             )
     if intermediate_size % tp:
         raise ValueError(
