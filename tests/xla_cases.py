@@ -1,8 +1,9 @@
 """What the XLA tests run in a process of its own: train.py's own train_step on XLA CPU devices.
 
-python tests/xla_cases.py '{"devices": 4, "settings": {"tp": 2}, "steps": 6}'
+python tests/xla_cases.py '{"run": "train_case", "devices": 4, "settings": {"tp": 2}, "steps": 6}'
 
-The last line of the output is the result as JSON. run_case(Device(), case) is the reference.
+The last line of the output is the result of every rank as JSON. On Device() train_case is the
+reference.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
-import xla_lockstep
 from conftest import lively_weights, tiny_config
 from layout_runs import train
+from xla_lockstep import host_operators, run_devices
 
 from minitrain.bf16_optimizer import BF16Optimizer
 from minitrain.data_sharder import shard_batch
@@ -77,7 +78,7 @@ def build(mesh, settings, config):
     return model, spec, optimizer
 
 
-def run_case(device: Device, case: dict) -> list[dict]:
+def train_case(device: Device, case: dict) -> list[dict]:
     """Train on this rank's device.
 
     case      settings: what differs from SETTINGS; model: from tiny_config; steps; packed
@@ -95,13 +96,15 @@ def run_case(device: Device, case: dict) -> list[dict]:
         micro_batches = batch.split(settings.micro_batch_size, device.torch_device)
         seed_dropout(settings.seed, step, mesh)
         device.sync()
-        before = (device.compilations(), xla_lockstep.host_operators()) if on_xla else None
+        before = (device.compilations(), host_operators()) if on_xla else None
         device.barrier()
         metrics = train.train_step(model, optimizer, micro_batches, mesh, spec, settings)
+        if case.get("reads"):  # the mistake that the counters must show
+            metrics["loss"].item()
         device.barrier()
         record = {}
         if on_xla:
-            ran = xla_lockstep.host_operators().items()
+            ran = host_operators().items()
             record["compiled"] = device.compilations() - before[0]
             record["on_host"] = {k: n - before[1].get(k, 0) for k, n in ran}
         device.barrier()
@@ -111,7 +114,50 @@ def run_case(device: Device, case: dict) -> list[dict]:
     return records
 
 
+def overfit(device: Device, case: dict) -> dict:
+    """Learn one sentence by heart, in bf16, padded rows under a mask, as the seeds' authors did."""
+    settings = replace(SETTINGS, dtype="bf16", **case["settings"])
+    mesh = init_mesh(settings.sp, settings.tp, device)
+    model, spec, optimizer = build(mesh, settings, tiny_config())
+    ids = torch.randint(0, 64, (1, 12), generator=torch.Generator().manual_seed(3)).repeat(8, 1)
+    rows = SimpleNamespace(input_ids=ids, labels=ids.clone())
+    rows.labels[:, 9:] = -100
+    losses = []
+    for _ in range(case["steps"]):
+        micro_batches = shard_batch(rows, mesh).split(
+            settings.micro_batch_size, device.torch_device
+        )
+        metrics = train.train_step(model, optimizer, micro_batches, mesh, spec, settings)
+        losses.append(metrics["loss"].item())
+    return {"first": losses[0], "last": losses[-1]}
+
+
+def dropout_masks(device: Device, case: dict) -> list:
+    """Zeros of y and of x's gradient, for y = dropout(x) of two checkpointed calls, twice."""
+
+    def drop(x):
+        return x * (torch.rand(64, device=x.device) > 0.5)
+
+    masks = []
+    for seed in (5, 6):
+        device.seed(seed)
+        x, z = (torch.ones(64).to(device.torch_device).requires_grad_() for _ in range(2))
+        y, w = device.checkpoint(drop, x), device.checkpoint(drop, z)
+        (y.sum() + w.sum()).backward()
+        device.sync()
+        masks += [[t.cpu().tolist() for t in pair] for pair in ((y, x.grad), (w, z.grad))]
+    return masks
+
+
+def rank_as_constant(device: Device, case: dict) -> None:
+    """A rank's number as a Python constant: every rank compiles another program."""
+    x = torch.ones(3).to(device.torch_device)[device.rank() :][:1]
+    group = device.make_group([list(range(case["devices"]))], device.rank())
+    group.all_reduce_(x, "sum")
+    device.sync()
+
+
 if __name__ == "__main__":
     wanted = json.loads(sys.argv[1])
-    results = xla_lockstep.run_devices(lambda device: run_case(device, wanted), wanted["devices"])
-    print(json.dumps(results))
+    run = globals()[wanted["run"]]
+    print(json.dumps(run_devices(lambda device: run(device, wanted), wanted["devices"])))
