@@ -53,6 +53,8 @@ class Device:
         dist.init_process_group(
             self.backend, rank=rank, world_size=world_size, timeout=STARTUP_TIMEOUT, **rendezvous
         )
+        if self.backend != "gloo":
+            self.host_group = dist.new_group(backend="gloo")
 
     def rank(self) -> int:
         """This process's number among all, 0 when it runs alone."""
@@ -188,7 +190,6 @@ class XlaDevice(Device):
 
     def init_process_group(self, rank: int, world_size: int, **rendezvous) -> None:
         super().init_process_group(rank, world_size, **rendezvous)
-        self.host_group = dist.new_group(backend="gloo")
         check_xla_world(self.xr.world_size(), world_size, self.hardware)
 
     def rank(self) -> int:
@@ -222,7 +223,7 @@ class XlaDevice(Device):
 
     def fallback_operators(self) -> list[str]:
         names = self.torch_xla.debug.metrics.counter_names()
-        return sorted(name for name in names if name.startswith("aten::"))
+        return sorted({n for n in names if n.startswith("aten::")} - {"aten::_local_scalar_dense"})
 
     def compilations(self) -> int | None:
         return self.torch_xla.debug.metrics.counter_value("UncachedCompile") or 0
@@ -270,7 +271,6 @@ class NeuronDevice(AcceleratorDevice):
     def init_process_group(self, rank: int, world_size: int, **rendezvous) -> None:
         super().init_process_group(rank, world_size, **rendezvous)  # first: it starts the runtime
         self.module.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        self.host_group = dist.new_group(backend="gloo")
 
     def peak_flops(self) -> float | None:
         return 158e12  # of a logical core of Trn2 and Trn3, which is two physical ones

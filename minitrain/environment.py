@@ -16,6 +16,11 @@ def has_neuron() -> bool:
     return hasattr(torch, "neuron") and torch.neuron.is_available()
 
 
+def precompiling() -> bool:
+    """Whether neuron_parallel_compile runs this: programs are compiled, all numbers are void."""
+    return bool(os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"))
+
+
 def check_environment(kind: str, kinds: tuple[str, ...], dtype: str = "") -> None:
     """Refuse a device that is not here, or an environment that would change its numbers.
 
@@ -63,7 +68,7 @@ def notes(device) -> list[str]:
             "attention: neuronx-distributed's NKI kernel for rows of a multiple of 2,048 tokens "
             "with --no-pack, torch's otherwise; the ranks are laid out as it does"
         )
-    if os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):
+    if precompiling():
         words.append("neuron_parallel_compile: programs are compiled, and every number is void")
     return words
 

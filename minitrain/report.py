@@ -55,7 +55,9 @@ def step_record(
         "memory_peak_bytes": mesh.device.memory_peak_bytes(),
         "skipped": bool(metrics["skipped"]),
     }
-    if record["skipped"] and loss_tokens:
+    if step == 1 and mesh.rank == 0 and (names := mesh.device.fallback_operators()):
+        warnings.warn(f"slow: these operators ran on the host: {', '.join(names)}", stacklevel=1)
+    if record["skipped"] and loss_tokens and not precompiling():
         file = config.out / "nonfinite.jsonl"
         if mesh.rank == 0:
             numbers = rows.row_numbers(step - 1, config.batch_size).tolist()

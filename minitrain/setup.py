@@ -23,6 +23,7 @@ from minitrain.chat import ChatTemplate, has_chat_template
 from minitrain.corpus import BUILTIN, Tokenizer, builtin_data, cached_tokenizer
 from minitrain.dataset import Dataset, open_dataset
 from minitrain.device import Device
+from minitrain.environment import notes
 from minitrain.documents import sample_texts
 from minitrain.huggingface import (
     has_weights,
@@ -151,7 +152,7 @@ def start_run(config, mesh: Mesh, script: Path) -> tuple[RunLog, Checkpoints]:
         if script.resolve() != (config.out / "train.py").resolve():
             shutil.copyfile(script, config.out / "train.py")
     log = RunLog(config.out, mesh.rank, config.steps, checkpoints.step, config.log_every)
-    log.say(f"{mesh.describe()}\n{describe_batch(config, mesh)}")
+    log.say("\n".join([mesh.describe(), describe_batch(config, mesh), *notes(mesh.device)]))
     return log, checkpoints
 
 
@@ -265,6 +266,9 @@ def make_model(config, mesh: Mesh) -> tuple[CausalLM, ShardSpec, Path | None]:
     elif config.lora_rank:
         add_lora(model, lora_config(config), mesh, spec)
     save_memory(model, mesh.device, config.activation_checkpointing, config.tile_tokens)
+    if config.compile and mesh.device.compile_args is not None:
+        for block in model.model.layers:
+            block.compile(**mesh.device.compile_args)
     return model, spec, directory
 
 
