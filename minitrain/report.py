@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from minitrain.adapter_files import save_adapter
 from minitrain.dataset import Dataset
+from minitrain.environment import precompiling
 from minitrain.generate import generate
 from minitrain.huggingface import save_model
 from minitrain.log import read_metrics, text_plot
