@@ -14,11 +14,12 @@ from minitrain.dataset import Dataset
 from minitrain.environment import precompiling
 from minitrain.generate import generate
 from minitrain.huggingface import save_model
-from minitrain.log import read_metrics, text_plot
+from minitrain.log import read_metrics
 from minitrain.lora import base_spec
 from minitrain.mesh import Mesh, ShardSpec
 from minitrain.model import CausalLM, ModelConfig, flops_per_token
 from minitrain.setup import lora_config
+from minitrain.text_plot import text_plot
 
 PROMPT_TOKENS, NEW_TOKENS = 48, 64
 
