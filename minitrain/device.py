@@ -14,6 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property
 from importlib.util import find_spec
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ class Device:
     kind           "cpu", "cuda", "xla" or "neuron"
     torch_device   torch.device to put tensors on
     compiles       every new shape or constant is a new program: xla, neuron
-    compile_args   of nn.Module.compile; None where everything is compiled anyway
+    compile_args   of nn.Module.compile
     host_group     process group for barriers and host objects; None: the default one serves
     nxd            neuronx-distributed where there is one, for mesh.py and attention.py
     """
@@ -41,7 +42,7 @@ class Device:
     kind = "cpu"
     backend = "gloo"
     compiles = False
-    compile_args: dict | None = {}  # noqa: RUF012
+    compile_args: ClassVar[dict] = {}
     nxd = None
     host_group: dist.ProcessGroup | None = None
 
@@ -93,7 +94,7 @@ class Device:
         """Wait until everything asked of the device is done (for timing and memory figures)."""
 
     def memory_peak_bytes(self) -> int | None:
-        """Peak memory since the start: of the process on cpu, of the allocator on an accelerator."""
+        """Peak memory since the start: of the process on cpu, else of the device's allocator."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
@@ -155,7 +156,8 @@ class XlaDevice(Device):
     """torch-xla: lazy; the operators between two calls of sync are one compiled program."""
 
     kind = backend = "xla"
-    compiles, compile_args = True, None
+    compiles = True
+    compile_args: ClassVar[dict] = {"disable": True}  # everything is compiled anyway
 
     def __init__(self) -> None:
         if find_spec("torch_neuronx"):  # read when torch_xla is imported
@@ -258,7 +260,7 @@ class NeuronDevice(AcceleratorDevice):
 
     kind = backend = "neuron"
     compiles = True
-    compile_args = {"backend": "neuron", "dynamic": False}  # noqa: RUF012
+    compile_args: ClassVar[dict] = {"backend": "neuron", "dynamic": False}
 
     def __init__(self) -> None:
         # An operator that the device has and that fails must not quietly run on the host instead.

@@ -23,8 +23,8 @@ from minitrain.chat import ChatTemplate, has_chat_template
 from minitrain.corpus import BUILTIN, Tokenizer, builtin_data, cached_tokenizer
 from minitrain.dataset import Dataset, open_dataset
 from minitrain.device import Device
-from minitrain.environment import notes
 from minitrain.documents import sample_texts
+from minitrain.environment import notes
 from minitrain.huggingface import (
     has_weights,
     inspect_model,
@@ -266,9 +266,8 @@ def make_model(config, mesh: Mesh) -> tuple[CausalLM, ShardSpec, Path | None]:
     elif config.lora_rank:
         add_lora(model, lora_config(config), mesh, spec)
     save_memory(model, mesh.device, config.activation_checkpointing, config.tile_tokens)
-    if config.compile and mesh.device.compile_args is not None:
-        for block in model.model.layers:
-            block.compile(**mesh.device.compile_args)
+    for block in model.model.layers if config.compile else ():
+        block.compile(**mesh.device.compile_args)
     return model, spec, directory
 
 
