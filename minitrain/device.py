@@ -39,8 +39,7 @@ class Device:
     nxd            neuronx-distributed where there is one, for mesh.py and attention.py
     """
 
-    kind = "cpu"
-    backend = "gloo"
+    kind, backend = "cpu", "gloo"
     compiles = False
     compile_args: ClassVar[dict] = {}
     nxd = None
@@ -244,8 +243,7 @@ class XlaDevice(Device):
         self.xm.set_rng_state(seed)
 
     def random_state(self) -> Tensor:
-        # torch-xla tells the state of the last sync: what was drawn since would come again. So go
-        # on from a new state, and return that.
+        # torch-xla tells the state of the last sync, before what was drawn since: so start anew.
         self.num_states += 1
         state = torch.tensor([zlib.crc32(f"{self.first_state} {self.num_states}".encode())])
         self.set_random_state(state.view(torch.uint8))
