@@ -256,8 +256,8 @@ def test_random_weights_get_a_base_directory(tmp_path):
     """Red when the adapter of a preset's random weights points to no base, or to another."""
     flags = ["--steps", 1, "--batch-size", 1, "--micro-batch-size", 1, "--seq-len", 16]
     flags += ["--lora-rank", 2, "--lr", 0.1, "--warmup-steps", 0, "--dtype", "fp32"]
-    (tmp_path / "row.jsonl").write_text(json.dumps({"input_ids": list(range(16))}))
-    flags += ["--data", tmp_path / "row.jsonl"]
+    (tmp_path / "some.txt").write_text("import os\nimport sys\n" * 50)
+    flags += ["--data", tmp_path / "some.txt"]
     result = run_script("train.py", "--out", tmp_path / "run", *flags)
     assert result.returncode == 0, result.stderr
     final = tmp_path / "run" / "final"
