@@ -59,13 +59,11 @@ class TrainConfig:
     seq_len: int = 256
     """Tokens per row, at least 2; padded to a multiple of sp."""
     pack: bool = True
-    """Fill rows with several documents that do not see each other; off: one document a row, padded.
-    """
+    """Fill rows with several documents that do not see each other; off: one of them a row."""
     shuffle: bool = True
     """A fresh complete permutation of the rows each epoch, from the seed; off: file order."""
     on_bad_row: Literal["stop", "skip"] = "stop"
-    """What to do with a row that cannot be used: stop with its file and line, or skip and count it.
-    """
+    """A row that cannot be used: stop with its file and line, or skip and count it."""
 
     lr: float = 3e-3
     """Peak learning rate, per update."""
@@ -96,8 +94,7 @@ class TrainConfig:
     """Split masters and moments over dp * sp (ZeRO-1). The same numbers either way."""
 
     dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
-    """Of parameters and activations. bf16 trains fp32 masters; fp64, for checking, is all float64.
-    """
+    """Of parameters and activations. bf16 trains fp32 masters; fp64 is all float64, to check."""
     activation_checkpointing: Literal["none", "full", "offload"] = "none"
     """full: keep only each block's input and compute the rest again in the backward pass; offload:
     keep those inputs in host memory. Changes memory and speed, not the numbers."""
