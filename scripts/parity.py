@@ -174,7 +174,7 @@ def run_variants(
 def first_error(text: str) -> str:
     """The traceback of the first rank that failed by itself, not because another one left."""
     ranks = re.split(r"\n(?=rank \d+: )", text)
-    return next((rank for rank in ranks if "closed by peer" not in rank), ranks[0]).rstrip()
+    return next((rank for rank in ranks if "gloo" not in rank), ranks[0]).rstrip()
 
 
 def check_layout_numbers(

@@ -170,11 +170,17 @@ def explain_grads(f: Finding) -> str | None:
     names = list(step.grads)
     got = torch.cat([seen.grads[n].reshape(-1) for seen in f.seen for n in names])
     right = f.vector(lambda d, s: step.grads)
+    if not got.any():
+        return "all zero"
     if math.isfinite(max_norm):
         if near(got, right):
             return "gradients are not clipped"
-        by_seen_norm = (max_norm / (seen_norm[0] + 1e-6)).clamp(max=1.0)
-        if near(got, right * by_seen_norm) or near(got / step.scale, right, 1e-4):
+        scales = (max_norm / (seen_norm + 1e-6)).clamp(max=1.0)
+        by_seen_norm = torch.cat([
+            g.reshape(-1) * scale
+            for rank, scale in enumerate(scales) for g in f.shares(rank, step.grads).values()
+        ])  # fmt: skip
+        if near(got, by_seen_norm) or near(got / step.scale, right, 1e-4):
             return None  # clipping hides a factor up to its epsilon
         clipped_first = {n: torch.zeros_like(g) for n, g in step.grads.items()}
         for place in set(f.places()):
