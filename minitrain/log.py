@@ -33,17 +33,13 @@ class RunLog:
     def __init__(self, out: Path | None, rank: int, total_steps: int, first_step=0, log_every=1):
         self.speaks, self.total_steps, self.log_every = rank == 0, total_steps, log_every
         self.on_terminal = sys.stderr.isatty() and sys.stdout.isatty()
-        self.bar, self.metrics, self.evaluated = None, None, set()
+        self.bar, self.file, self.waiting, self.warned = None, None, b"", False
+        self.evaluated: set[int] = set()  # steps whose evaluation is in the file
         self.first: tuple[int, float] | None = None  # first step logged, and when
         if self.speaks and out is not None:
-            path = Path(out) / "metrics.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            last, self.evaluated, lost = cut_metrics(path, first_step)
-            if lost:
-                self.say(f"{path}: {lost} unreadable lines were left out.")
-            if last < first_step:
-                self.say(f"{path} ends at step {last}: steps up to {first_step} are missing in it.")
-            self.metrics = MetricsFile(path, self.say)
+            self.path = Path(out) / "metrics.jsonl"
+            self._cut(first_step)
+            self.file = self.path.open("ab", buffering=0)
 
     def say(self, text: str) -> None:
         """Print one or more lines, above the bar."""
@@ -60,8 +56,7 @@ class RunLog:
         """
         if not self.speaks:
             return
-        if self.metrics is not None:
-            self.metrics.add(record)
+        self._write(record)
         step, last = record["step"], record["step"] == self.total_steps
         place, figures = self._place(step), _figures(record)
         self.first = self.first or (step, time.monotonic())
@@ -86,8 +81,8 @@ class RunLog:
         """
         if not self.speaks:
             return
-        if self.metrics is not None and record["step"] not in self.evaluated:
-            self.metrics.add(record)
+        if record["step"] not in self.evaluated:
+            self._write(record)
         self.evaluated.add(record["step"])
         loss, tokens = record["eval_loss"], record["eval_tokens"]
         self.say(f"{self._place(record['step'])}  held-out loss {loss:.4f}  over {tokens:,} tokens")
@@ -95,9 +90,12 @@ class RunLog:
     def close(self) -> None:
         """End the bar and the file."""
         self._end_bar()
-        if self.metrics is not None:
-            self.metrics.close()
-            self.metrics = None
+        if self.waiting:
+            count = self.waiting.count(b"\n")
+            self.say(f"warning: the last {count} lines of {self.path} could not be written.")
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
     def _end_bar(self) -> None:
         if self.bar is not None:
@@ -116,61 +114,42 @@ class RunLog:
         seconds = (time.monotonic() - then) / (step - first) * (self.total_steps - step)
         return [f"{tqdm.format_interval(seconds)} left"]
 
+    def _cut(self, last_step: int) -> None:
+        """Drop the lines about later steps, and what a crash made of a line; atomically."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
+        pairs = [(line, _parse(line)) for line in lines]
+        kept = [(line, record) for line, record in pairs if record and record["step"] <= last_step]
+        part = self.path.with_name(f"{self.path.name}.part")
+        with part.open("wb") as file:
+            file.writelines(line + b"\n" for line, _ in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self.path)
+        self.evaluated = {record["step"] for _, record in kept if "eval_loss" in record}
+        missing = last_step - sum("eval_loss" not in record for _, record in kept)
+        if missing:
+            self.say(f"{self.path}: the lines of {missing} steps are missing in it.")
 
-class MetricsFile:
-    """metrics.jsonl, a whole line at a time, in the file system's hands when add returns.
-
-    When the disk is full, that is said once, training goes on, and the lines wait in memory (some
-    200 bytes a step) until there is space again.
-    """
-
-    def __init__(self, path: Path, say):
-        self.path, self.say, self.waiting, self.warned = path, say, b"", False
-        self.file = path.open("ab", buffering=0)
-        self.size = self.file.seek(0, os.SEEK_END)
-
-    def add(self, record: dict) -> None:
+    def _write(self, record: dict) -> None:
+        """Add a whole line, in the file system's hands when this returns. While the disk is full,
+        the lines wait in memory, some 200 bytes a step.
+        """
+        if self.file is None:
+            return
         line = {name: value if _is_finite(value) else None for name, value in record.items()}
         self.waiting += json.dumps(line, allow_nan=False).encode() + b"\n"
+        size = self.file.seek(0, os.SEEK_END)
         try:
-            written = self.file.write(self.waiting)
-            if written < len(self.waiting):
-                self.file.truncate(self.size)  # no part of a line stays
+            if self.file.write(self.waiting) < len(self.waiting):
+                self.file.truncate(size)  # no part of a line stays
                 raise OSError("no space left")
-            self.size, self.waiting = self.size + written, b""
+            self.waiting = b""
         except OSError as error:
             if not self.warned:
                 then = "Training goes on, and the lines are kept until there is space."
                 self.say(f"warning: {self.path} cannot be written ({error}). {then}")
             self.warned = True
-
-    def close(self) -> None:
-        if self.waiting:
-            count = self.waiting.count(b"\n")
-            self.say(f"warning: the last {count} lines of {self.path} could not be written.")
-        self.file.close()
-
-
-def cut_metrics(path: Path, last_step: int) -> tuple[int, set[int], int]:
-    """Drop the lines about steps after last_step, atomically, and lines that are no JSON object.
-
-    Returns   (last step that is left, 0 if none; steps whose evaluation is left; unreadable lines
-              dropped, not counting a last one that was cut off)
-    """
-    text = path.read_bytes() if path.exists() else b""
-    lines = text.split(b"\n")[:-1]  # what follows the last newline was cut off
-    pairs = [(line, _parse(line)) for line in lines]
-    kept = [(line, record) for line, record in pairs if record and record["step"] <= last_step]
-    if text != (whole := b"".join(line + b"\n" for line, _ in kept)):
-        part = path.with_name(f"{path.name}.part")
-        with part.open("wb") as file:
-            file.write(whole)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    steps = [record["step"] for _, record in kept if "eval_loss" not in record]
-    evaluated = {record["step"] for _, record in kept if "eval_loss" in record}
-    return max(steps, default=0), evaluated, sum(record is None for _, record in pairs)
 
 
 def read_metrics(path: Path) -> list[dict]:

@@ -134,8 +134,7 @@ def test_resume_says_what_is_missing(tmp_path, capsys):
     capsys.readouterr()
     run_log(tmp_path, [], first_step=5)
     said = capsys.readouterr().out
-    assert "1 unreadable lines were left out" in said
-    assert "ends at step 3: steps up to 5 are missing" in said
+    assert "the lines of 2 steps are missing" in said
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 
 
