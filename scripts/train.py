@@ -38,7 +38,7 @@ from minitrain.setup import check_settings, make_model, open_data, run_main, sta
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a causal language model. Without arguments: a small Llama on Python's own source files."""
+    """Train a causal language model. Without arguments: a small Llama on Python's own sources."""
 
     model: str = "tiny"
     """What to train: a preset (tiny, smollm2-135m, llama-3.2-1b: random weights), a Hugging Face
