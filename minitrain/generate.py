@@ -51,44 +51,50 @@ def stream_tokens(
     Raises        ValueError for settings out of range
     """
     check_sampling(input_ids, max_new_tokens, temperature, top_p)
-    _check_model(model, input_ids)
+    vocab_size, device = model.config.vocab_size, model.lm_head.weight.device
+    if not 0 <= min(input_ids) <= max(input_ids) < vocab_size:
+        raise ValueError(
+            f"token ids of a prompt must be below the model's vocabulary of {vocab_size}, but one "
+            f"is {max(input_ids)}. Use the tokenizer of the model's own directory."
+        )
+    if getattr(model.enter, "split_sequence", False):
+        raise ValueError(
+            "one token cannot be split over tp along the sequence. Sample from final/."
+        )
     stop = {eos_id} if isinstance(eos_id, int) else set(eos_id or ())
-    device, generator = model.lm_head.weight.device, torch.Generator().manual_seed(seed)
-    was_training = model.training
-    model.eval()
-    try:
-        with cached_attention(model, len(input_ids) + max_new_tokens):
-            new_ids, position = list(input_ids), 0
-            for _ in range(max_new_tokens):
-                ids_bs = torch.tensor([new_ids], device=device)
-                places_bs = torch.arange(position, position + len(new_ids), device=device)[None]
-                last_b1D = model.hidden(ids_bs, places_bs)[:, -1:]
-                logits_b1V = all_gather(model.lm_head(last_b1D), tp, 2)
-                logits_V = logits_b1V[0, 0, : model.config.vocab_size]  # without padding
-                token = pick_token(logits_V, temperature, top_p, generator)
-                if token in stop:
-                    return
-                yield token
-                position, new_ids = position + len(new_ids), [token]
-    finally:
-        model.train(was_training)
+    generator = torch.Generator().manual_seed(seed)
+    with cached_attention(model, len(input_ids) + max_new_tokens):
+        new_ids, position = list(input_ids), 0
+        for _ in range(max_new_tokens):
+            ids_bs = torch.tensor([new_ids], device=device)
+            places_bs = torch.arange(position, position + len(new_ids), device=device)[None]
+            last_b1D = model.hidden(ids_bs, places_bs)[:, -1:]
+            logits_b1V = all_gather(model.lm_head(last_b1D), tp, 2)
+            logits_V = logits_b1V[0, 0, :vocab_size]  # without padding
+            token = pick_token(logits_V, temperature, top_p, generator)
+            if token in stop:
+                return
+            yield token
+            position, new_ids = position + len(new_ids), [token]
 
 
 @contextmanager
 def cached_attention(model: CausalLM, max_length: int) -> Iterator[None]:
-    """Within it, each call of the model continues the rows of the call before.
+    """Within it, the model evaluates, and each call continues the rows of the call before.
 
     max_length   positions to make room for; the cache takes 2 * G * K * max_length elements a layer
                  and row
     """
     layers = [module for module in model.modules() if hasattr(module, "core")]
-    cores = [layer.core for layer in layers]
+    before, was_training = [layer.core for layer in layers], model.training
+    model.eval()
     try:
         for layer in layers:
             layer.core = _caching_core(max_length)
         yield
     finally:
-        for layer, core in zip(layers, cores):
+        model.train(was_training)
+        for layer, core in zip(layers, before):
             layer.core = core
 
 
@@ -97,17 +103,13 @@ def _caching_core(max_length: int) -> Callable[..., Tensor]:
     cache: list[Tensor] = []  # k_bSGK, v_bSGK; made by the first call
     length = 0
 
-    def core(
-        q_bsHK: Tensor, k_bsGK: Tensor, v_bsGK: Tensor, documents_bS: None, scale: float
-    ) -> Tensor:
+    def core(q_bsHK, k_bsGK, v_bsGK, documents_bS: None, scale: float) -> Tensor:
         nonlocal length
         begin, length = length, length + q_bsHK.shape[1]
-        if not cache:
-            cache.extend(
-                x.new_empty(x.shape[0], max_length, *x.shape[2:]) for x in (k_bsGK, v_bsGK)
-            )
-        for whole, new in zip(cache, (k_bsGK, v_bsGK)):
-            whole[:, begin:length] = new
+        for n, new in enumerate((k_bsGK, v_bsGK)):
+            if begin == 0:
+                cache.append(new.new_empty(new.shape[0], max_length, *new.shape[2:]))
+            cache[n][:, begin:length] = new
         if begin == 0:
             return causal_attention(q_bsHK, k_bsGK, v_bsGK, documents_bS, scale)
         assert q_bsHK.shape[1] == 1, "after the prompt, one token at a time: it sees all positions"
@@ -119,12 +121,8 @@ def _caching_core(max_length: int) -> Callable[..., Tensor]:
     return core
 
 
-def pick_token(
-    logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator
-) -> int:
-    """Choose the next token: the likeliest, or drawn on the host, so that a seed means the same on
-    every device.
-    """
+def pick_token(logits_V: Tensor, temperature: float, top_p: float, generator) -> int:
+    """Choose the next token: the likeliest, or drawn on the host, alike on every device."""
     if temperature == 0:
         return int(logits_V.argmax())
     logits_V = logits_V.cpu().to(exact_dtype(logits_V.dtype))
@@ -138,11 +136,10 @@ def top_p_probabilities(probs_V: Tensor, top_p: float) -> Tensor:
 
     Source   nucleus sampling (Holtzman et al. 2020)
     """
-    if top_p >= 1:
-        return probs_V
     sorted_V, order_V = probs_V.sort(descending=True, stable=True)
     before_V = F.pad(sorted_V.cumsum(0)[:-1], (1, 0))  # what the likelier ones add up to
-    return torch.zeros_like(probs_V).scatter(0, order_V, sorted_V * (before_V < top_p))
+    kept_V = (before_V < top_p) | (top_p >= 1)  # the sum may reach 1 by rounding
+    return torch.zeros_like(probs_V).scatter(0, order_V, sorted_V * kept_V)
 
 
 def check_sampling(
@@ -157,20 +154,6 @@ def check_sampling(
         raise ValueError(f"--temperature must be 0 or a positive number, not {temperature}.")
     if not 0 < top_p <= 1:
         raise ValueError(f"--top-p must be above 0 and at most 1, not {top_p}.")
-
-
-def _check_model(model: CausalLM, input_ids: list[int]) -> None:
-    vocab_size = model.config.vocab_size
-    if min(input_ids) < 0 or max(input_ids) >= vocab_size:
-        raise ValueError(
-            f"token ids of a prompt must be below the model's vocabulary of {vocab_size}, but one "
-            f"is {max(input_ids)}. Use the tokenizer of the model's own directory."
-        )
-    if getattr(model.enter, "split_sequence", False):
-        raise ValueError(
-            "one token cannot be split over tp along the sequence. Save the model and sample from "
-            "its directory, or train without splitting activations."
-        )
 
 
 def stream_text(
