@@ -50,7 +50,7 @@ class TrainConfig:
     out: Path = Path("runs/default")
     """Run directory: metrics.jsonl, config.json, a copy of train.py, checkpoints, final/."""
 
-    steps: int = 300
+    steps: int = 500
     """Updates of the weights. The data starts again, in a new order, when it ends."""
     batch_size: int = 16
     """Rows of the global batch, over all processes: a multiple of dp * micro-batch-size."""
@@ -65,7 +65,7 @@ class TrainConfig:
     on_bad_row: Literal["stop", "skip"] = "stop"
     """A row that cannot be used: stop with its file and line, or skip and count it."""
 
-    lr: float = 3e-3
+    lr: float = 2e-3
     """Peak learning rate, per update."""
     warmup_steps: int = 20
     """Updates over which the rate rises linearly to lr: update n of w has lr * n / w."""
@@ -123,7 +123,7 @@ class TrainConfig:
     resume_anyway: bool = False
     """Resume although a setting that shapes the run (data, batch, seed, schedule) has changed."""
 
-    eval_every: int = 100
+    eval_every: int = 250
     """Steps between evaluations on eval-data; 0: only before the first step and after the last."""
     log_every: int = 10
     """Steps between lines of progress where there is no terminal; metrics.jsonl has every step."""
