@@ -1,4 +1,4 @@
-"""One layout of parity.py: run a train file's own train_step on its ranks and note what each saw."""
+"""One layout of parity.py: run a train file's own train_step on its ranks, note what each saw."""
 
 from __future__ import annotations
 

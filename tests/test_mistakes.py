@@ -1,4 +1,4 @@
-"""Each classic mistake, made on purpose in a copy of scripts/train.py: parity sees it and names it."""
+"""Each classic mistake, made in a copy of scripts/train.py: parity sees it and names it."""
 
 import math
 
@@ -43,11 +43,6 @@ MISTAKES = {
         DP_SP, WHOLE, BACKWARD,
         "(micro_loss_sum / (batch.labels != -100).sum().clamp(min=1)).backward()",
         "gradients: mean of means: every micro-batch",
-    ),
-    "mean of rank means": (
-        DP_SP, WHOLE, REDUCE,
-        "grads = reduce_main_grads(optimizer, mesh.dp_sp)\n    loss_tokens = divisor",
-        "",
     ),
     "averaged instead of summed": (
         DP_SP, WHOLE, REDUCE,
@@ -112,7 +107,9 @@ MISTAKES = {
     ),
     "mask ignored": (
         DP, WHOLE, "\ndef summed_loss(",
-        OWN_DATA.replace("HERE", "data_sharder.shard_batch(SimpleNamespace(input_ids=ids), mesh).labels"),
+        OWN_DATA.replace(
+            "HERE", "data_sharder.shard_batch(SimpleNamespace(input_ids=ids), mesh).labels"
+        ),
         "masked tokens are trained on",
     ),
     "masked tokens in the divisor": (
@@ -180,7 +177,6 @@ MISTAKES = {
         "gradients: not complete over tp",
     ),
 }  # fmt: skip
-del MISTAKES["mean of rank means"]
 
 
 def sentences_of(tmp_path, layout, variants, old: str, new: str, **options) -> list[str]:

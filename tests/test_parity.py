@@ -1,4 +1,4 @@
-"""scripts/parity.py itself: its reference, what passes, how it fails. Mistakes: test_mistakes.py."""
+"""scripts/parity.py itself: its reference, what passes, how it fails."""
 
 import math
 import os
