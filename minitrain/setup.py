@@ -42,41 +42,15 @@ from minitrain.resume import Checkpoints
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
-# Shapes to train from scratch. "tiny" is the main job's: 3.8 million parameters.
+# Shapes to train from scratch; "tiny" is the main job's, 3.8 million parameters. The numbers:
+# vocabulary, hidden size, feed-forward width, layers, heads, kv heads, head size, positions.
 PRESETS = {
-    "tiny": ModelConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=768,
-        num_layers=4,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        tie_embeddings=True,
-    ),
+    "tiny": ModelConfig(4096, 256, 768, 4, 4, 2, 32, tie_embeddings=True),
     "smollm2-135m": ModelConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        max_position=8192,
-        rope_theta=100000.0,
-        tie_embeddings=True,
+        49152, 576, 1536, 30, 9, 3, 64, 8192, rope_theta=100000.0, tie_embeddings=True
     ),
     "llama-3.2-1b": ModelConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
-        max_position=131072,
-        rope_theta=500000.0,
-        tie_embeddings=True,
+        128256, 2048, 8192, 16, 32, 8, 64, 131072, rope_theta=500000.0, tie_embeddings=True
     ),
 }
 
@@ -90,16 +64,13 @@ def check_settings(config, world_size: int) -> None:
     Raises       ValueError with the rule, the numbers and the fix
     """
     dp = check_layout(world_size, config.sp, config.tp)
-    positive = ("steps", "batch_size", "micro_batch_size", "lr", "max_grad_norm", "log_every")
-    positive += ("keep_last", "timeout_minutes")
-    for name in positive:
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{_flag(name)} must be positive, not {getattr(config, name)}.")
-    not_negative = ("warmup_steps", "weight_decay", "eval_every", "adam_eps", "seed")
-    not_negative += ("save_every",)
-    for name in not_negative:
-        if not getattr(config, name) >= 0:
-            raise ValueError(f"{_flag(name)} must not be negative, not {getattr(config, name)}.")
+    positive = "steps batch_size micro_batch_size lr max_grad_norm log_every keep_last"
+    not_negative = "warmup_steps weight_decay eval_every save_every adam_eps seed"
+    for name in f"{positive} timeout_minutes {not_negative}".split():
+        value, flag = getattr(config, name), "--" + name.replace("_", "-")
+        if not (value >= 0 if name in not_negative.split() else value > 0):
+            rule = "not be negative" if name in not_negative.split() else "be positive"
+            raise ValueError(f"{flag} must {rule}, not {value}.")
     if not math.isfinite(config.lr):
         raise ValueError(f"--lr must be a finite number, not {config.lr}.")
     if not all(0 <= beta < 1 for beta in config.adam_betas):
@@ -241,9 +212,9 @@ def find_model(name: str) -> tuple[ModelConfig, Path | None]:
     if name in PRESETS:
         return PRESETS[name], None
     directory = base_of(name) if is_adapter(name) else resolve_model(name)
-    return inspect_model(directory)[0] if has_weights(directory) else read_config(
-        directory
-    ), directory
+    if has_weights(directory):
+        return inspect_model(directory)[0], directory
+    return read_config(directory), directory
 
 
 def make_model(config, mesh: Mesh) -> tuple[CausalLM, ShardSpec, Path | None]:
@@ -269,10 +240,6 @@ def make_model(config, mesh: Mesh) -> tuple[CausalLM, ShardSpec, Path | None]:
     for block in model.model.layers if config.compile else ():
         block.compile(**mesh.device.compile_args)
     return model, spec, directory
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def run_main(main, config) -> None:
