@@ -73,6 +73,25 @@ def notes(device) -> list[str]:
     return words
 
 
+# Variables that have cost people days: name -> what to know about it.
+TRAPS = {
+    "XLA_USE_32BIT_LONG": "token ids become 32 bits wide",
+    "NEURON_RT_VISIBLE_CORES": "each process sets its own under torchrun; a range here is refused",
+    "NEURON_CC_FLAGS": "--auto-cast=none must be in it, else float32 is narrowed",
+    "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION": "0 lets programs that do not compile run slowly",
+    "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1 rounds bf16 at random; the float32 masters need 0",
+    "CUDA_LAUNCH_BLOCKING": "1 makes every step slow",
+}
+
+
+def traps(kind: str) -> list[str]:
+    """Variables of the environment that matter, as they are set, and what is missing."""
+    found = [f"{k}={os.environ[k]}: {why}" for k, why in TRAPS.items() if k in os.environ]
+    if kind == "neuron" and "TORCH_NEURONX_ENABLE_HOST_CC" not in os.environ:
+        found.append("if collectives hang in a container: TORCH_NEURONX_ENABLE_HOST_CC=1")
+    return found
+
+
 def check_xla_world(seen: int, started: int, hardware: str) -> None:
     """Refuse a world that XLA's runtime does not see: every collective would quietly do nothing.
 

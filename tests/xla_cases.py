@@ -157,6 +157,14 @@ def rank_as_constant(device: Device, case: dict) -> None:
     device.sync()
 
 
+def doctor(device: Device, case: dict) -> list[str]:
+    """What scripts/doctor.py finds wrong, and its report."""
+    from doctor import examine
+
+    rows = examine(device, case["sp"], case["tp"])
+    return [f"{'FAILED ' if row.failed else ''}{row.check}: {row.words}" for row in rows]
+
+
 if __name__ == "__main__":
     wanted = json.loads(sys.argv[1])
     run = globals()[wanted["run"]]
