@@ -6,23 +6,20 @@ Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from collections.abc import Collection
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import torch
 
 from minitrain.collectives import all_gather
-from minitrain.huggingface import _agree, _attempt, resolve_model
+from minitrain.huggingface import resolve_model, write_directory
 from minitrain.lora import LoRAConfig, adapted_layers, add_lora, lora_parameters
 from minitrain.mesh import Mesh, ShardSpec
 from minitrain.model import CausalLM
 from minitrain.model_sharder import share_slices
-from minitrain.tensor_files import DTYPES, read_header, read_json, tensor_reader, write_tensors
+from minitrain.tensor_files import DTYPES, read_header, read_json, tensor_reader
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -167,21 +164,17 @@ def save_adapter(
 ) -> None:
     """Write the adapter of a model as peft reads it; every rank must call it.
 
-    The directory appears under its name only when whole, and replaces an older adapter there.
-
     config         what add_lora was called with
     base           directory of the base model; written down, so that it can be found
 
     Communicates   all-gather over tp of the factors that are split
-    Raises         OSError on every rank when it cannot be written
+    Raises         ValueError of write_directory
     """
     params, whole = lora_parameters(model), {}
     for name, param in params.items():
         dim = shard_spec[name]
         tensor = param.detach() if dim is None else all_gather(param.detach(), mesh.tp, dim)
-        whole[f"{PREFIX}{name}.weight"] = tensor.cpu()
-    path = Path(path)
-    part = path.parent / f".{path.name}.part"
+        whole[f"{PREFIX}{name}.weight"] = tensor.cpu().contiguous()
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -195,25 +188,7 @@ def save_adapter(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    error = _attempt(_write, path, part, fields, whole) if mesh.rank == 0 else None
-    _agree(error, path, part, mesh, next(iter(params.values())).device)
-
-
-def _write(path: Path, part: Path, fields: dict, tensors: dict[str, torch.Tensor]) -> None:
-    if path.exists() and not is_adapter(path):
-        raise FileExistsError("it exists and is no adapter")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(part, ignore_errors=True)  # of a save that was killed
-    part.mkdir()
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    dtype = next(iter(tensors.values())).dtype
-    needed, free = sum(map(prod, shapes.values())) * dtype.itemsize, shutil.disk_usage(part).free
-    if free < needed:
-        raise OSError(f"it needs {needed:,} bytes, and {free:,} are free on the disk")
-    write_tensors(part / WEIGHTS, shapes, dtype, tensors.values())
-    (part / CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-    shutil.rmtree(path, ignore_errors=True)
-    part.rename(path)
+    write_directory(path, [(WEIGHTS, whole)], {CONFIG: fields}, mesh, names={CONFIG})
 
 
 def _factors(directory: Path) -> dict[tuple[str, str], tuple[int, ...]]:

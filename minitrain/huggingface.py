@@ -1,36 +1,32 @@
 """Hugging Face model directories in and out: config.json, weights, tokenizer files.
 
 Parameters of CausalLM have Hugging Face's own names, so that nothing is mapped. Reading takes each
-rank's share of one tensor at a time; writing holds one whole tensor at a time. Nothing is ever
-unpickled, and no code of a model directory is run.
+rank's share of one tensor at a time; rank 0 writes one file at a time. Nothing is ever unpickled,
+and no code of a model directory is run.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from math import prod
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from minitrain.collectives import all_gather, all_reduce
+from minitrain.agreement import host_axis, raise_together
+from minitrain.collectives import all_gather
 from minitrain.families import config_fields, parse_config
 from minitrain.mesh import Mesh, ShardSpec, check_model
 from minitrain.model import CausalLM, ModelConfig
 from minitrain.model_sharder import fill_weights, random_weights, shard_model
-from minitrain.tensor_files import (
-    INDEX,
-    find_tensors,
-    plan_files,
-    read_json,
-    tensor_reader,
-    write_index,
-    write_tensors,
-)
+from minitrain.tensor_files import INDEX, find_tensors, plan_files, read_json, tensor_reader
 
 CARRIED = {  # files that a saved directory takes over unchanged
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
@@ -38,7 +34,6 @@ CARRIED = {  # files that a saved directory takes over unchanged
     *("tokenizer.model", "chat_template.json"),
 }
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "tokenizer.model"]
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve_model(name: str | Path) -> Path:
@@ -48,25 +43,18 @@ def resolve_model(name: str | Path) -> Path:
     """
     if Path(name).is_dir():
         return Path(name)
-    if not HUB_ID.fullmatch(str(name)):
-        raise ValueError(
-            f"a model must be a directory or a hub id, owner/name, but there is no directory "
-            f"{name}. Check the path and the working directory."
-        )
-    how = f"Run `hf download {name} --local-dir DIR` where there is network, and pass DIR."
+    rule = f"a model must be a directory or a hub id, owner/name, but there is no directory {name}"
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+        raise ValueError(f"{rule}. Check the path and the working directory.")
     try:
         from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ValueError(
-            f"a hub id needs the package huggingface_hub, and there is no directory {name}. "
-            f"Run `pip install huggingface_hub`. {how}"
-        ) from None
-    try:
+
         return Path(snapshot_download(str(name), allow_patterns=HUB_FILES))
-    except Exception as error:  # network, rights, no such model: dozens of types
+    except Exception as error:  # no package, network, rights, such model: dozens of types
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"there is no directory {name}, and the hub says: {reason} {how}"
+            f"{rule}, and the download failed: {reason}. Where there is network, run `pip install "
+            f"huggingface_hub` and `hf download {name} --local-dir DIR`, and pass DIR."
         ) from None
 
 
@@ -78,8 +66,7 @@ def read_config(directory: str | Path) -> ModelConfig:
 
 def has_weights(directory: str | Path) -> bool:
     """Whether a directory has weights of any kind, even of one that load_model refuses."""
-    kinds = ("*.safetensors", INDEX, "pytorch_model*")
-    return any(next(Path(directory).glob(kind), None) is not None for kind in kinds)
+    return any(any(Path(directory).glob(k)) for k in ("*.safetensors*", "pytorch_model*"))
 
 
 def inspect_model(directory: str | Path) -> tuple[ModelConfig, dict[str, Path]]:
@@ -131,7 +118,7 @@ def load_model(
 
 def save_model(
     path: str | Path,
-    model: nn.Module | dict[str, Tensor],
+    model: nn.Module,
     config: ModelConfig,
     spec: ShardSpec,
     mesh: Mesh,
@@ -143,146 +130,119 @@ def save_model(
 ) -> None:
     """Write a directory that transformers loads; every rank must call it.
 
-    It appears under its name only when whole, and replaces an older one there.
-
-    model             the sharded model, or its state: name -> this rank's share
     dtype             of the file
-    source_dir        the model this one was made from: tokenizer files and generation_config.json
-                      are carried over, and the fields of config.json that did not change
+    source_dir        the model this one was made from: its tokenizer files, generation_config.json
+                      and config.json are carried over, save what changed
     tokenizer         corpus.Tokenizer to save instead
-    max_shard_bytes   larger models are written as several files with an index
+    max_shard_bytes   of a file, and of rank 0's memory; larger models get several and an index
 
     Communicates      all-gather over tp of every split parameter, one at a time
-    Raises            OSError on every rank when it cannot be written; nothing is then left behind.
-                      ValueError when no model family can express the model
+    Raises            ValueError of write_directory, and when no model family can express the model
     """
-    state = model if isinstance(model, dict) else dict(model.named_parameters())
-    if missing := [name for name in spec.shapes if name not in state]:
+    if adapters := [name for name in spec if name.endswith("lora_A")]:
         raise ValueError(
-            f"a model must have every parameter of its spec to be saved, but {missing[0]} is not "
-            "there. Merge adapters first (merge_lora)."
+            f"a model must be saved without adapters, but it has {adapters[0]}. Merge them first "
+            "(merge_lora), or save them alone (save_adapter)."
         )
-    path, device = Path(path), state[next(iter(spec.shapes))].device
-    fields = updated_config(config, dtype, source_dir)
+    source = Path(source_dir) if source_dir is not None else None
+    fields = read_json(source / "config.json") if source else config_fields(config)
+    if source and config != read_config(source):
+        fields.pop("rope_parameters", None)  # rope_theta and rope_scaling are written
+        fields |= config_fields(config, fields["model_type"])
+    fields["dtype" if "dtype" in fields else "torch_dtype"] = str(dtype).removeprefix("torch.")
     files = plan_files({name: spec.shapes[name] for name in spec}, dtype, max_shard_bytes)
-    part = path.parent / f".{path.name}.part"
-    error, writes = None, mesh.rank == 0
-    if writes:
-        error = _attempt(_begin, path, part, sum(map(prod, spec.shapes.values())) * dtype.itemsize)
-    _agree(error, path, part, mesh, device)
-    for name, shapes in files.items():
-        tensors = _whole_tensors(state, list(shapes), spec, mesh, dtype)
-        if writes:
-            error = _attempt(write_tensors, part / name, shapes, dtype, tensors)
-        if mesh.dp_sp.rank == 0:
-            for _ in tensors:  # the writer's tp neighbours; after an error the writer too
-                pass
-        _agree(error, path, part, mesh, device)
-    if writes:
-        error = _attempt(write_index, part, files, dtype)
-        error = error or _attempt(_finish, path, part, fields, source_dir, tokenizer)
-    _agree(error, path, part, mesh, device)
+    rest = {"config.json": fields}
+    if len(files) > 1:
+        where = {name: file for file, names in files.items() for name in names}
+        size = sum(map(prod, spec.shapes.values())) * dtype.itemsize
+        rest[INDEX] = {"metadata": {"total_size": size}, "weight_map": where}
+
+    def add_tokenizer(part: Path) -> None:
+        for name in CARRIED if source else ():
+            if (source / name).is_file():
+                shutil.copyfile(source / name, part / name)
+        if tokenizer is not None:
+            tokenizer.save(part)
+
+    tensors = _whole_files(dict(model.named_parameters()), files, spec, mesh, dtype)
+    write_directory(path, tensors, rest, mesh, CARRIED | {"config.json", INDEX}, add_tokenizer)
 
 
-def updated_config(
-    config: ModelConfig, dtype: torch.dtype, source_dir: str | Path | None = None
-) -> dict:
-    """The fields for config.json; those of source_dir's are kept, save what changed.
+def write_directory(
+    path: str | Path,
+    files: Iterable[tuple[str, dict[str, Tensor]]],
+    rest: dict[str, dict],
+    mesh: Mesh,
+    names: Container[str],
+    add: Callable[[Path], None] = lambda part: None,
+) -> None:
+    """Write a directory on rank 0, whole and on the disk before it appears under its name, where it
+    replaces an older one; every rank must call it.
 
-    Raises    ValueError when no model family, or not that of source_dir, can express the model
+    files     safetensors: name, and on rank 0 name -> tensor; may communicate
+    rest      JSON: name -> content
+    names     what else than .safetensors an older one may hold; anything more would be lost
+    add       f(directory) writes what else there is
+
+    Raises    ValueError on every rank when it cannot be written; nothing is then left behind
     """
-    if source_dir is None:
-        fields = config_fields(config)
-    else:
-        fields = read_json(Path(source_dir) / "config.json")
-        old = config_fields(read_config(source_dir), fields["model_type"])
-        new = config_fields(config, fields["model_type"])
-        fields |= {key: value for key, value in new.items() if value != old[key]}
-        if any(new[key] != old[key] for key in ("rope_theta", "rope_scaling")):
-            fields.pop("rope_parameters", None)
-            fields |= {key: new[key] for key in ("rope_theta", "rope_scaling")}
-    spelling = "dtype" if "dtype" in fields else "torch_dtype"
-    return fields | {spelling: str(dtype).removeprefix("torch.")}
+    path, files, error = Path(path), iter(files), None
+    part, old = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "old"))
+    try:
+        if mesh.rank == 0:
+            for file in path.iterdir() if path.exists() else ():
+                if file.name not in names and file.suffix != ".safetensors":
+                    raise FileExistsError(f"it exists and holds {file.name}, which would be lost")
+            shutil.rmtree(part, ignore_errors=True)  # of a save that was killed
+            part.mkdir(parents=True)
+            for name, tensors in files:
+                save_file(tensors, part / name, {"format": "pt"})
+                tensors.clear()
+            for name, content in rest.items():
+                text = json.dumps(content, indent=2, ensure_ascii=False)
+                (part / name).write_text(text + "\n", encoding="utf-8")
+            add(part)
+            for file in part.iterdir():
+                with file.open("rb") as stream:
+                    os.fsync(stream.fileno())
+            shutil.rmtree(old, ignore_errors=True)
+            if path.exists():
+                path.rename(old)
+            part.rename(path)
+            shutil.rmtree(old, ignore_errors=True)
+    except (OSError, SafetensorError) as caught:
+        shutil.rmtree(part, ignore_errors=True)
+        error = OSError(
+            f"{path} could not be written: {getattr(caught, 'strerror', None) or caught}. Nothing "
+            "was left behind. Make room or choose another directory, and save again."
+        )
+    for _ in files:
+        pass  # the collectives in it are every rank's
+    raise_together(error, host_axis(mesh.device))
 
 
 @torch.no_grad()
-def _whole_tensors(
-    state: dict[str, Tensor], names: list[str], spec: ShardSpec, mesh: Mesh, dtype: torch.dtype
-) -> Iterator[Tensor]:
-    """Yield whole tensors, without padding, on the host of every rank of this tp group."""
-    for name in names:
-        whole, dim = state[name].detach().to(dtype), spec[name]
-        if dim is not None:
-            whole = all_gather(whole, mesh.tp, dim).narrow(dim, 0, spec.shapes[name][dim])
-        yield whole.cpu()
-
-
-def _attempt(action, *args) -> OSError | None:
-    """Run what may fail on rank 0 alone; the error is raised later, on every rank."""
-    try:
-        action(*args)
-    except OSError as error:
-        return error
-    return None
-
-
-def _agree(error, path: Path, part: Path, mesh: Mesh, device: torch.device) -> None:
-    """Raise on every rank when rank 0 has an error, so that no rank waits for it."""
-    failed = torch.tensor([float(error is not None)]).to(device)
-    failed = all_reduce(all_reduce(failed, mesh.tp, "max"), mesh.dp_sp, "max")
-    if not failed.item():
-        return
-    if mesh.rank == 0:
-        shutil.rmtree(part, ignore_errors=True)
-    why = (error.strerror or error) if error else "rank 0's message says why"
-    raise OSError(
-        f"{path} could not be written: {why}. Nothing was left behind. Make room or choose another "
-        "directory, and save again."
-    ) from error
-
-
-def _begin(path: Path, part: Path, num_bytes: int) -> None:
-    ours = CARRIED | {"config.json", INDEX}
-    if path.is_dir():
-        for file in path.iterdir():
-            if file.name not in ours and file.suffix != ".safetensors":
-                raise FileExistsError(f"it exists and holds {file.name}, which is no model's file")
-    elif path.exists():
-        raise FileExistsError("it exists and is a file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(part, ignore_errors=True)  # of a save that was killed
-    part.mkdir()
-    free = shutil.disk_usage(part).free
-    if free < num_bytes:
-        raise OSError(f"it needs {num_bytes:,} bytes, and {free:,} are free on the disk")
-
-
-def _finish(path: Path, part: Path, fields: dict, source_dir, tokenizer) -> None:
-    text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
-    (part / "config.json").write_text(text, encoding="utf-8")
-    for name in CARRIED if source_dir is not None else ():
-        if (Path(source_dir) / name).is_file():
-            shutil.copyfile(Path(source_dir) / name, part / name)
-    if tokenizer is not None:
-        tokenizer.save(part)
-    old = path.parent / f".{path.name}.old"
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        path.rename(old)
-    part.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
+def _whole_files(
+    params: dict[str, Tensor], files: dict[str, list[str]], spec: ShardSpec, mesh: Mesh, dtype
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield each file's name and, on rank 0, its whole tensors, without padding, on the host."""
+    for file, names in files.items():
+        tensors = {}
+        for name in names:
+            whole, dim = params[name].detach().to(dtype), spec[name]
+            if dim is not None:
+                whole = all_gather(whole, mesh.tp, dim).narrow(dim, 0, spec.shapes[name][dim])
+            if mesh.rank == 0:
+                tensors[name] = whole.cpu().contiguous()
+        yield file, tensors
 
 
 def _check_tokenizer(file: Path, vocab_size: int) -> None:
     """Refuse a tokenizer that makes ids the embedding has no row for."""
     definition = read_json(file)
-    try:
-        vocabulary = definition["model"]["vocab"]
-        ids = vocabulary.values() if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-        added = [token["id"] for token in definition.get("added_tokens", [])]
-        largest = max([*ids, *added])
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{file} must be a tokenizer, but has no vocabulary.") from None
+    vocabulary = definition.get("model", {}).get("vocab", {})  # token -> id; of unigrams a list
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    largest = max([*ids, *(token["id"] for token in definition.get("added_tokens", []))], default=0)
     if largest >= vocab_size:
         raise ValueError(
             f"the tokenizer's ids must be below config.json's vocab_size: {file} has {largest}, "

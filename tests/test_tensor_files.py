@@ -46,60 +46,62 @@ NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
 DAMAGES = {
     "config missing": (
         lambda d: (d / "config.json").unlink(),
-        "must have config.json, but .*plain",
+        "plain/config.json must be a JSON object, but: FileNotFoundError",
     ),
-    "config no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json must be JSON"),
+    "config no JSON": (
+        lambda d: (d / "config.json").write_text("{"),
+        "config.json must be a JSON object, but: JSONDecodeError",
+    ),
     "tensor missing": (
         lambda d: edit_tensors(d, lambda t: t.pop(NORM)),
-        "21 tensors, but of them model.norm.weight is missing in .*plain, and no tensor is there",
+        "in .*plain must be the 21 tensors .*, but model.norm.weight is missing. Copy",
     ),
     "head missing": (
         lambda d: edit_tensors(d, lambda t: t.pop("lm_head.weight")),
-        "lm_head.weight is missing.*set tie_word_embeddings to true",
+        "lm_head.weight is missing.*tie_word_embeddings is true if the head is the embedding",
     ),
     "tensor extra": (
         lambda d: edit_tensors(d, lambda t: t.update({"score.weight": torch.ones(2)})),
-        "score.weight is there but not of this model",
+        "score.weight is not of this model",
     ),
     "other names": (
         lambda d: edit_tensors(d, rename_all),
-        r"21 tensors \(.*, \.\.\.\) are missing",
+        "model.embed_tokens.weight is missing, .* and 39 more",
     ),
     "shape": (
         lambda d: edit_tensors(d, lambda t: t.update({NORM: torch.ones(31)})),
-        r"model.norm.weight must have shape \[32\] .* it has \[31\]",
+        r"model.norm.weight in model.safetensors is F32 \[31\] instead of \[32\]",
     ),
     "quantised": (
         lambda d: edit_tensors(d, lambda t: t.update({NORM: torch.ones(32, dtype=torch.int8)})),
-        "model.norm.weight in .*model.safetensors is I8",
+        "as F64, F32, F16, BF16, but model.norm.weight in model.safetensors is I8",
     ),
     "two heads": (
         lambda d: edit(d / "config.json", lambda c: c.update(tie_word_embeddings=True)),
-        "in a tied model lm_head.weight must equal .*tie_word_embeddings to false",
+        "lm_head.weight is not of this model.*tie_word_embeddings .* otherwise false",
     ),
     "truncated": (
         lambda d: (d / FIRST).write_bytes((d / FIRST).read_bytes()[:-5]),
-        f"{FIRST} is cut off: .* ends at byte .*but the file has",
+        f"{FIRST} must be a whole safetensors file, but .*: incomplete metadata|MetadataIncomplete",
     ),
     "header cut": (
         lambda d: (d / FIRST).write_bytes((d / FIRST).read_bytes()[:50]),
-        f"{FIRST} must be a safetensors file.* 50 bytes",
+        f"{FIRST} must be a whole safetensors file",
     ),
-    "not safetensors": (lambda d: (d / FIRST).write_bytes(b"<html>no</html>"), "header cannot be"),
-    "file missing": (lambda d: (d / FIRST).unlink(), f"{INDEX} names the file {FIRST}, but"),
-    "file outside": (
-        lambda d: edit(d / INDEX, lambda i: i["weight_map"].update({NORM: "../x.safetensors"})),
-        "must name .safetensors files beside it, but names '../x.safetensors'",
+    "not safetensors": (
+        lambda d: (d / FIRST).write_bytes(b"<html>no</html>"),
+        f"{FIRST} must be a whole safetensors file",
     ),
+    "file missing": (lambda d: (d / FIRST).unlink(), f"{FIRST} must be a whole .* No such file"),
     "index broken": (lambda d: (d / INDEX).write_text("[]"), f"{INDEX} must be a JSON object"),
-    "no weight map": (lambda d: (d / INDEX).write_text("{}"), f"{INDEX} must have a weight_map"),
+    "no weight map": (lambda d: (d / INDEX).write_text("{}"), "21 tensors .* is missing, "),
     "no weights": (
         lambda d: [file.unlink() for file in d.glob("model*")],
         "weights must be in model.safetensors or .*has neither",
     ),
     "pickled": (
         lambda d: [shutil.move(file, d / "pytorch_model.bin") for file in d.glob("model*")],
-        "has only pytorch_model.bin, a pickle, which can run any code",
+        r"has neither; a pickle \(pytorch_model.bin\) can run any code",
     ),
     "tokenizer": (
         lambda d: edit(d / "tokenizer.json", lambda t: t["model"]["vocab"].update(c=64)),
@@ -108,10 +110,6 @@ DAMAGES = {
     "added token": (
         lambda d: edit(d / "tokenizer.json", lambda t: t["added_tokens"].append({"id": 70})),
         "tokenizer.json has 70, vocab_size is 64",
-    ),
-    "no tokenizer": (
-        lambda d: (d / "tokenizer.json").write_text("{}"),
-        "tokenizer.json must be a tokenizer",
     ),
 }
 
@@ -162,7 +160,9 @@ def test_names_are_directories_or_hub_ids(tmp_path, monkeypatch):
     ):
         resolve_model("./nowhere/at/all")
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
-    with pytest.raises(ValueError, match=r"pip install huggingface_hub.*hf download a/b"):
+    with pytest.raises(
+        ValueError, match=r"huggingface_hub.*pip install huggingface_hub.*hf download a/b"
+    ):
         resolve_model("a/b")
 
     def refuse(name, allow_patterns):
@@ -170,7 +170,7 @@ def test_names_are_directories_or_hub_ids(tmp_path, monkeypatch):
 
     hub = SimpleNamespace(snapshot_download=refuse)
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", hub)
-    with pytest.raises(ValueError, match=r"the hub says: 404 Not Found Run `hf download a/b"):
+    with pytest.raises(ValueError, match=r"failed: 404 Not Found\. .* `hf download a/b"):
         resolve_model("a/b")
     hub.snapshot_download = lambda name, allow_patterns: tmp_path / name
     assert resolve_model("a/b") == tmp_path / "a/b"
@@ -189,5 +189,5 @@ def test_a_huge_header_length_is_no_memory_error(tmp_path):
     """A file whose first bytes claim a header of exabytes makes the loader ask for them."""
     (tmp_path / "config.json").write_text(json.dumps(config_fields(tiny_config())))
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2**63 - 1) + b"{}")
-    with pytest.raises(ValueError, match="header cannot be read; it has 10 bytes"):
+    with pytest.raises(ValueError, match="must be a whole safetensors file"):
         inspect_model(tmp_path)
