@@ -19,7 +19,7 @@ IGNORE = -100  # label of a position that has no loss
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ROW_FORMS = '{"text"}, {"messages"}, {"prompt", "completion"} or {"input_ids", "labels"}'
 CHUNK_ROWS = 256  # rows handed to the tokenizer at once, so that it can use all cores
-PART_BYTES = 1 << 15  # a .txt file is read in parts of about this size
+PART_BYTES = 1 << 13  # a .txt file is read in parts of about this size
 BOM = b"\xef\xbb\xbf"
 HALF_PAIR = re.compile("[\ud800-\udfff]")  # of a surrogate pair, which no UTF-8 text can hold
 
