@@ -14,13 +14,13 @@ import os
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.collectives import copy_to
 from minitrain.device import Device
+from minitrain.kernels import exact_dtype, swiglu
 from minitrain.lora import LoRALinear
-from minitrain.model import CausalLM, ModelConfig, exact_dtype
+from minitrain.model import CausalLM, ModelConfig
 
 
 def save_memory(
@@ -66,8 +66,8 @@ def check_memory_settings(config, model_config: ModelConfig) -> None:
     if wanted > (free := _free_host_bytes()):
         raise ValueError(
             f"offload keeps the inputs of {model_config.num_layers} blocks in host memory: "
-            f"{tokens:,} tokens x {model_config.hidden_size} x {itemsize} bytes for each of {ranks} "
-            f"ranks is {wanted / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free. Pass a smaller "
+            f"{tokens:,} tokens x {model_config.hidden_size} x {itemsize} bytes on each of {ranks} "
+            f"ranks: {wanted / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free. Pass a smaller "
             "--micro-batch-size, a larger --sp, or --activation-checkpointing full."
         )
 
@@ -189,11 +189,11 @@ class TiledMLP(nn.Module):
         x_bsD = self.enter(x_bsD)
         x_ND, down = x_bsD.flatten(0, 1), self.down_proj
         if x_ND.shape[0] <= self.tile_tokens:
-            return down(F.silu(self.gate_proj(x_bsD)) * self.up_proj(x_bsD))
+            return down(swiglu(self.gate_proj(x_bsD), self.up_proj(x_bsD)))
         parallel = hasattr(down, "leave")  # a part of the sum over tp: added up after the tiles
 
         def run(x_nD: Tensor) -> Tensor:
-            h_nf = F.silu(self.gate_proj(x_nD)) * self.up_proj(x_nD)
+            h_nf = swiglu(self.gate_proj(x_nD), self.up_proj(x_nD))
             return down.partial(h_nf) if parallel else down(h_nf)
 
         y_bsD = self._tiles(run, x_ND).unflatten(0, x_bsD.shape[:2])

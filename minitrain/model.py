@@ -1,4 +1,4 @@
-"""A plain causal language model of the Llama family; knows nothing of ranks, imports torch only.
+"""A plain causal language model of the Llama family; knows nothing of ranks, needs torch only.
 
 Parameter names are those of Hugging Face's files. The sharder acts from outside, at three kinds of
 places: linear layers are replaced, `enter` modules (identity here) mark where a tensor-parallel
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from minitrain.kernels import exact_dtype, rms_norm, swiglu
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,6 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
-
-
-def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype for norms, softmax and angles: float32, or float64 when checking in float64."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-def rms_norm(x_bsD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Divide each vector by its root mean square, in at least float32, and scale by the weight."""
-    x = x_bsD.to(exact_dtype(x_bsD.dtype))
-    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return x.to(x_bsD.dtype) * weight_D
 
 
 def rope_frequencies(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -190,7 +180,7 @@ class MLP(nn.Module):
 
     def forward(self, x_bsD: Tensor) -> Tensor:
         x_bsD = self.enter(x_bsD)
-        return self.down_proj(F.silu(self.gate_proj(x_bsD)) * self.up_proj(x_bsD))
+        return self.down_proj(swiglu(self.gate_proj(x_bsD), self.up_proj(x_bsD)))
 
 
 class Block(nn.Module):
