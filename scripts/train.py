@@ -165,7 +165,7 @@ def train_step(
     # 1. Count the loss tokens of the whole step: all micro-batches, all ranks.
     loss_tokens = count_tokens(micro_batches, mesh.dp_sp)
     divisor = loss_tokens.clamp(min=1)
-    loss_sum = torch.zeros((), device=divisor.device)
+    loss_sum = torch.zeros(1, device=divisor.device)
     mesh.device.sync()  # on xla here a program ends; elsewhere nothing happens
 
     # 2. Forward and backward, a micro-batch at a time. Losses are sums, divided once and globally;
@@ -212,7 +212,7 @@ def evaluate(model: CausalLM, data: Dataset, mesh: Mesh, config: TrainConfig) ->
         tokens += count_tokens([batch], mesh.dp_sp)
         mesh.device.sync()
     model.train()
-    loss = all_reduce(loss_sum, mesh.dp_sp) / tokens
+    loss = all_reduce(loss_sum.view(1), mesh.dp_sp) / tokens
     return {"eval_loss": loss.item(), "eval_tokens": int(tokens)}
 
 
