@@ -174,7 +174,7 @@ def train_step(
         micro_loss_sum = summed_loss(model, batch, mesh, config)
         (micro_loss_sum / divisor).backward()
         optimizer.accumulate_grads()
-        loss_sum = loss_sum + micro_loss_sum.detach()
+        loss_sum = loss_sum + micro_loss_sum.detach().view(1)
         mesh.device.sync()
 
     # 3. Sum over the ranks that saw other tokens. Never average.
