@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from minitrain.adapter_files import save_adapter
 from minitrain.dataset import Dataset
@@ -37,7 +38,8 @@ def step_record(
 
     seconds   wall time of the step
 
-    When the gradient was not finite, the rows' numbers are kept in nonfinite.jsonl.
+    Other one-element tensors that train_step returned are in the record under their names. When the
+    gradient was not finite, the rows' numbers are kept in nonfinite.jsonl.
 
     Raises    FloatingPointError then, on every rank, when --on-nonfinite is stop
     """
@@ -58,11 +60,12 @@ def step_record(
         "memory_peak_bytes": mesh.device.memory_peak_bytes(),
         "skipped": bool(metrics["skipped"]),
     }
+    record |= {name: float(value) for name, value in metrics.items() if name not in record}
     if step == 1 and mesh.rank == 0 and (names := mesh.device.fallback_operators()):
         warnings.warn(f"slow: these operators ran on the host: {', '.join(names)}", stacklevel=1)
     if record["skipped"] and loss_tokens and not precompiling():
         file = config.out / "nonfinite.jsonl"
-        if mesh.rank == 0:
+        if mesh.rank == 0 and hasattr(rows, "row_numbers"):  # one's own data may have none
             numbers = rows.row_numbers(step - 1, config.batch_size).tolist()
             kept = {"step": step, "rows": numbers, "grad_norm": str(record["grad_norm"])}
             with file.open("a", encoding="utf-8") as stream:
@@ -78,7 +81,9 @@ def step_record(
 
 @torch.no_grad()
 def final_words(model: CausalLM, tokenizer, rows: Dataset, config, mesh: Mesh) -> str:
-    """A continuation of a held-out prompt (one process only), the loss curve, where the model is."""
+    """What to say at the end: a continuation of a held-out prompt (one process only), the loss
+    curve, what was trained and for how long, where it is, and what to do next.
+    """
     parts = []
     if tokenizer is not None and mesh.world_size == 1:
         prompt = rows.rows([0]).input_ids[0, :PROMPT_TOKENS].tolist()
@@ -91,7 +96,19 @@ def final_words(model: CausalLM, tokenizer, rows: Dataset, config, mesh: Mesh) -
         for name, key in (("loss", "loss"), ("held-out loss", "eval_loss"))
     }
     parts.append(text_plot({name: points for name, points in curves.items() if points}))
-    parts.append(f"final weights: {config.out / 'final'}")
+    if not records:
+        return ""
+    steps, final = [r for r in records if "step_seconds" in r], config.out / "final"
+    what = f"a rank-{config.lora_rank} adapter of " if config.lora_rank else ""
+    what += config.model
+    tokens = steps[-1]["tokens_seen"]
+    took = tqdm.format_interval(sum(r["step_seconds"] for r in steps))
+    parts += [f"trained: {what}, {len(steps):,} steps, {tokens:,} tokens, {took} (mm:ss)"]
+    parts += [f"final weights: {final}", f"curves: python scripts/plot.py {config.out}"]
+    if config.lora_rank:
+        parts += [f"next: python scripts/merge_lora.py {final} {config.out / 'merged'}"]
+    elif tokenizer is not None:
+        parts += [f'next: python scripts/sample.py {final} --prompt "..."']
     return "\n".join(parts)
 
 
