@@ -17,6 +17,7 @@ import json
 import re
 import secrets
 import time
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-IGNORE = -100  # label of a position that has no loss
+from minitrain.documents import IGNORE
+
 RENDER_SECONDS = 10.0  # limit for one conversation; a template is a program that others wrote
 TODAY = datetime(2024, 7, 26)  # for strftime_now; a run resumed tomorrow must see the same tokens
 TRIMS = (str, str.strip, str.lstrip, str.rstrip)  # what templates do to a content
@@ -36,29 +38,35 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 class ChatTemplate:
     """Turn messages into token ids and labels; made by ChatTemplate.load.
 
-    template        Jinja source
-    tokenizer       corpus.Tokenizer
-    token_names     what the template may insert: bos_token, eos_token, ...
-    today           the day that strftime_now tells the template
+    template      Jinja source
+    tokenizer     corpus.Tokenizer
+    token_names   what the template may insert: bos_token, eos_token, ...
+    today         the day that strftime_now tells the template
     """
 
-    def __init__(
-        self, template: str, tokenizer, token_names: dict[str, str], today: datetime = TODAY
-    ):
+    def __init__(self, template: str, tokenizer, token_names: dict[str, str], today=TODAY):
+        self.definition = repr((template, sorted(token_names.items()), today))
         nonce = str(secrets.randbelow(10**18))  # no letters, whose case a template may change
         self.open, self.close = f"<{nonce}(>", f"<{nonce})>"
         added = json.loads(tokenizer.definition)["added_tokens"]
         special = [token["content"] for token in added if token["special"]]
-        self._names = {text: f"<{nonce}#{n}>" for n, text in enumerate(special)}
-        self._guards = {text: f"<{nonce}={n}>" for n, text in enumerate(special)}
-        self._replacements = self._names | {guard: text for text, guard in self._guards.items()}
+        names = {text: f"<{nonce}#{n}>" for n, text in enumerate(special)}
+        guards = {text: f"<{nonce}={n}>" for n, text in enumerate(special)}
+        self._guard_text = _replacer(guards)
+        self._name = _replacer(names | {guard: text for text, guard in guards.items()})
         ends = {token["content"] for token in added} | {token_names.get("eos_token", "")}
         self._end = re.compile(f"{re.escape(self.close)}( ?{_any_of(ends - {''})})")
-        self._backend = _renamed_backend(tokenizer, self._names)
-        self._deadline, self._token_names = 0.0, token_names
-        self.definition = repr((template, sorted(token_names.items()), today))
+        self._marks = re.compile(f"({_any_of([self.open, self.close])})")
+        self._backend = _renamed_backend(tokenizer, names)
         self._has_generation = bool(GENERATION.search(template))
-        self._template = self._compile(template, today)
+        self._deadline, self._token_names = 0.0, token_names
+        extensions = [_Generation, loopcontrols]
+        environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {"raise_exception": _raise, "strftime_now": today.strftime}
+        environment.globals["_tick"] = self._tick
+        environment.globals["_learn"] = lambda caller: f"{self.open}{caller()}{self.close}"
+        self._template = environment.from_string(template)
 
     @classmethod
     def load(cls, directory: Path, tokenizer, today: datetime = TODAY) -> ChatTemplate:
@@ -66,24 +74,18 @@ class ChatTemplate:
 
         Raises    ValueError when there is no template or it is no Jinja
         """
-        directory, settings = Path(directory), _settings(Path(directory))
-        template = _find_template(directory, settings)
+        template, names = _read(Path(directory))
         if template is None:
             raise ValueError(
                 f"rows of messages need a chat template, but {directory} has none. Copy "
                 "chat_template.jinja (or tokenizer_config.json with a chat_template) from a chat "
                 "model with the same tokenizer, or use rows of prompt and completion."
             )
-        names = {key: value for key, value in settings.items() if key.endswith("_token")}
-        names = {k: v.get("content") if isinstance(v, dict) else v for k, v in names.items()}
-        names = {key: value for key, value in names.items() if isinstance(value, str)}
         try:
             return cls(template, tokenizer, names, today)
         except jinja2.TemplateSyntaxError as error:
-            raise ValueError(
-                f"the chat template of {directory} must be Jinja, but line {error.lineno} is not: "
-                f"{error.message}. Copy it again from where the model comes from."
-            ) from None
+            where = f"the chat template of {directory} must be Jinja, but line {error.lineno}"
+            raise ValueError(f"{where} is not: {error.message}.") from None
 
     def encode(self, messages: list[dict]) -> tuple[list[int], list[int]]:
         """Tokenize a whole conversation.
@@ -94,21 +96,29 @@ class ChatTemplate:
         Raises     ValueError when the template refuses the messages, takes longer than
                    RENDER_SECONDS, or does not let the assistant's content be found
         """
-        marked = self._mark(self._guard(messages))
-        text, spans = self._unmark(_replace(marked, self._replacements))
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        labels, spans = [], [*spans, (len(text) + 1, len(text) + 1)]
-        current = 0  # the first span that does not end before the token
-        for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            while spans[current][1] < end:
-                current += 1
-            labels.append(token if begin >= spans[current][0] else IGNORE)
-        return encoding.ids, labels
+        (result,) = self.encode_batch([messages])
+        if isinstance(result, ValueError):
+            raise result
+        return result
+
+    def encode_batch(self, conversations: list[list[dict]]) -> list[tuple | ValueError]:
+        """Tokenize conversations on all cores: what encode returns or raises, for each."""
+        results = []
+        for messages in conversations:
+            try:
+                results.append(self._unmark(self._name(self._mark(self._guard(messages)))))
+            except ValueError as error:
+                results.append(error)
+        good = [n for n, result in enumerate(results) if isinstance(result, tuple)]
+        texts = [results[n][0] for n in good]
+        for n, encoding in zip(good, self._backend.encode_batch(texts, add_special_tokens=False)):
+            results[n] = encoding.ids, _labels(encoding, results[n][1])
+        return results
 
     def prompt(self, messages: list[dict]) -> list[int]:
         """Tokenize a conversation up to where the assistant is to answer."""
         marked = self._render(self._guard(messages), add_generation_prompt=True)
-        text, _ = self._unmark(_replace(marked, self._replacements))
+        text, _ = self._unmark(self._name(marked))
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def _mark(self, messages: list[dict]) -> str:
@@ -116,50 +126,49 @@ class ChatTemplate:
         plain = self._render(messages)
         if self._has_generation:
             return plain
-        turns = sum(message["role"] == "assistant" for message in messages)
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         for trim in TRIMS:
-            wrapped = [
-                m | {"content": f"{self.open}{trim(m['content'])}{self.close}"}
-                if m["role"] == "assistant"
-                else m
-                for m in messages
-            ]
+            wrapped = list(messages)
+            for n in turns:
+                content = f"{self.open}{trim(messages[n]['content'])}{self.close}"
+                wrapped[n] = messages[n] | {"content": content}
             marked = self._render(wrapped)
             text, spans = self._unmark(marked)
-            if text == plain and len(spans) == turns:
-                # " yes" is one token where a template puts a space before the content
-                marked = marked.replace(f" {self.open}", f"{self.open} ")
-                marked, ended = self._end.subn(rf"\1{self.close}", marked)
-                if ended == turns:
-                    return marked
-                raise ValueError(
-                    "the chat template must end each assistant's content with a control token, or "
-                    f"the model never learns to stop, but only {ended} of {turns} have one; add "
-                    "{{ eos_token }} to it"
-                )
-        raise ValueError(
-            "the chat template changes the assistant's content, so that what is to be learnt "
-            "cannot be found; put {% generation %} and {% endgeneration %} around it"
-        )
+            if text == plain and len(spans) == len(turns):
+                break
+        else:
+            raise ValueError(
+                "the chat template changes the assistant's content, so that what is to be learnt "
+                "cannot be found; put {% generation %} and {% endgeneration %} around it"
+            )
+        # " yes" is one token where a template puts a space before the content
+        marked = marked.replace(f" {self.open}", f"{self.open} ")
+        marked, ended = self._end.subn(rf"\1{self.close}", marked)
+        if ended != len(turns):
+            raise ValueError(
+                "the chat template must end each assistant's content with a control token, or the "
+                f"model never learns to stop, but only {ended} of {len(turns)} have one; add "
+                "{{ eos_token }} to it"
+            )
+        return marked
 
     def _unmark(self, marked: str) -> tuple[str, list[tuple[int, int]]]:
         """Take the marks out; where they were, as (begin, end) in the text without them."""
-        pieces = re.split(f"({re.escape(self.open)}|{re.escape(self.close)})", marked)
         text, spans, begin = "", [], None
-        for piece in pieces:
+        for piece in self._marks.split(marked):
             if piece == self.open:
                 begin = len(text)
-            elif piece == self.close and begin is not None:
-                spans.append((begin, len(text)))
-                begin = None
             elif piece != self.close:
                 text += piece
+            elif begin is not None:
+                spans.append((begin, len(text)))
+                begin = None
         return text, spans
 
     def _guard(self, value):
         """Replace control tokens spelled out anywhere in the messages."""
         if isinstance(value, str):
-            return _replace(value, self._guards)
+            return self._guard_text(value)
         if isinstance(value, list):
             return [self._guard(item) for item in value]
         if isinstance(value, dict):
@@ -168,29 +177,11 @@ class ChatTemplate:
 
     def _render(self, messages: list[dict], add_generation_prompt: bool = False) -> str:
         self._deadline = time.monotonic() + RENDER_SECONDS
+        known = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._token_names,
-            )
+            return self._template.render(**known, tools=None, documents=None, **self._token_names)
         except Exception as error:  # whatever a template does wrong with these messages
             raise ValueError(str(error).rstrip(".") or type(error).__name__) from None
-
-    def _compile(self, template: str, today: datetime) -> jinja2.Template:
-        environment = _Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals |= {
-            "raise_exception": _raise_exception,
-            "strftime_now": today.strftime,
-            "_tick": self._tick,
-            "_learn": lambda caller: f"{self.open}{caller()}{self.close}",
-        }
-        return environment.from_string(template)
 
     def _tick(self) -> str:
         if time.monotonic() > self._deadline:
@@ -223,38 +214,39 @@ class _Generation(Extension):
 
 def has_chat_template(directory: Path) -> bool:
     """Whether a model's directory has a chat template."""
-    return _find_template(Path(directory), _settings(Path(directory))) is not None
+    return _read(Path(directory))[0] is not None
 
 
-def _find_template(directory: Path, settings: dict) -> str | None:
-    """The template's source: chat_template.jinja, else the string or the list's default entry."""
-    if (directory / "chat_template.jinja").is_file():
-        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        if "default" not in named:
-            raise ValueError(
-                "a list of chat templates must have one named default, but "
-                f"{directory / 'tokenizer_config.json'} names only {', '.join(named) or 'none'}. "
-                "Rename the one to be used."
-            )
-        template = named["default"]
-    return template
-
-
-def _settings(directory: Path) -> dict:
-    """tokenizer_config.json, with names of tokens that only special_tokens_map.json gives."""
+def _read(directory: Path) -> tuple[str | None, dict[str, str]]:
+    """The template's source, or None, and the control tokens that it may name."""
     settings = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        path = directory / name
+    for path in (directory / "special_tokens_map.json", directory / "tokenizer_config.json"):
         try:
             settings |= json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"{path} must be a JSON object: {error}. Copy it again from the model."
-            ) from None
-    return settings
+            raise ValueError(f"{path} must be a JSON object: {error}.") from None
+    template, own_file = settings.get("chat_template"), directory / "chat_template.jinja"
+    if own_file.is_file():
+        template = own_file.read_text(encoding="utf-8")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        if "default" not in named:
+            rule = "a list of chat templates must have one named default"
+            raise ValueError(f"{rule}, but {directory} has only {', '.join(named) or 'none'}.")
+        template = named["default"]
+    names = {key: value for key, value in settings.items() if key.endswith("_token")}
+    names = {k: v.get("content") if isinstance(v, dict) else v for k, v in names.items()}
+    return template, {key: value for key, value in names.items() if isinstance(value, str)}
+
+
+def _labels(encoding: tokenizers.Encoding, spans: list[tuple[int, int]]) -> list[int]:
+    """The ids of tokens that lie wholly within a span, else -100."""
+    labels, current = [], 0  # the first span that does not end before the token
+    for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+        while current < len(spans) and spans[current][1] < end:
+            current += 1
+        labels.append(token if current < len(spans) and begin >= spans[current][0] else IGNORE)
+    return labels
 
 
 def _renamed_backend(tokenizer, names: dict[str, str]) -> tokenizers.Tokenizer:
@@ -277,19 +269,19 @@ def _renamed_backend(tokenizer, names: dict[str, str]) -> tokenizers.Tokenizer:
     return backend
 
 
-def _any_of(texts) -> str:
+def _any_of(texts: Iterable[str]) -> str:
     """A pattern for one of the texts, the longest that fits; none fits an empty set."""
-    if not texts:
-        return "(?!)"
-    return f"(?:{'|'.join(map(re.escape, sorted(texts, key=len, reverse=True)))})"
+    texts = sorted(texts, key=len, reverse=True)
+    return f"(?:{'|'.join(map(re.escape, texts))})" if texts else "(?!)"
 
 
-def _replace(text: str, replacements: dict[str, str]) -> str:
-    """Replace many strings at once, so that nothing put in is replaced again."""
-    return re.sub(_any_of(replacements), lambda match: replacements[match.group()], text)
+def _replacer(replacements: dict[str, str]) -> Callable[[str], str]:
+    """A function that replaces many strings at once: nothing put in is replaced again."""
+    pattern = re.compile(_any_of(replacements))
+    return lambda text: pattern.sub(lambda match: replacements[match.group()], text)
 
 
-def _raise_exception(message: str):
+def _raise(message: str):
     raise jinja2.TemplateError(message)
 
 

@@ -63,7 +63,7 @@ def read_documents(
     """Read and tokenise every row of .txt and .jsonl files, with a progress bar.
 
     tokenizer    corpus.Tokenizer; None is enough for rows of input_ids
-    chat         object with encode(messages) -> (ids, labels); or None without such rows
+    chat         chat.ChatTemplate; None is enough without rows of messages
     vocab_size   ids from here on are a bad row; None: any id that fits 31 bits
     on_bad_row   "stop" raises at the first bad row; "skip" leaves them out and keeps the reasons
 
@@ -215,6 +215,7 @@ def encode_rows(rows: list[Row], tokenizer, chat, vocab_size: int | None) -> Ite
     text_ids = iter(texts and tokenizer.encode_batch([row.value for row in texts]))
     joined = ["".join(row.value) for row in prompts]
     prompt_ids = iter(joined and tokenizer.encode_with_offsets(joined))
+    chat_ids = iter(chats and chat.encode_batch([row.value for row in chats]))
     for row in rows:
         ids, labels = [], None
         try:
@@ -226,15 +227,16 @@ def encode_rows(rows: list[Row], tokenizer, chat, vocab_size: int | None) -> Ite
                 begins = [begin for begin, _ in offsets] + [border]
                 labels = [i if begin >= border else IGNORE for i, begin in zip(ids, begins)]
             elif row.form == "messages":
-                ids, labels = chat.encode(row.value)
+                result = next(chat_ids)
+                if isinstance(result, ValueError):
+                    raise BadRow(f"the chat template refuses these messages: {result}.")
+                ids, labels = result
             elif row.form == "input_ids":
                 ids, labels = row.value
             labels = None if labels is None else _as_ids("labels", labels, vocab_size)
             yield row, _as_ids("input_ids", ids, vocab_size), labels
-        except ValueError as error:
-            refused = f"the chat template refuses these messages: {error}."
-            reason = error if isinstance(error, BadRow) else refused
-            yield row._replace(form="bad", value=reason), None, None
+        except BadRow as error:
+            yield row._replace(form="bad", value=error), None, None
 
 
 def _check_messages(messages: object) -> list:

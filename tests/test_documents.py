@@ -30,9 +30,9 @@ class Chat:
     def __init__(self):
         self.seen = []
 
-    def encode(self, messages):
-        self.seen.append(messages)
-        return [1, 2, 3], [-100, 2, 3]
+    def encode_batch(self, conversations):
+        self.seen += conversations
+        return [([1, 2, 3], [-100, 2, 3])] * len(conversations)
 
 
 def write(path, rows):
@@ -199,8 +199,8 @@ class TestBadInput:
         """Red when a template's own complaint ends the run without file and line."""
 
         class Refuses:
-            def encode(self, messages):
-                raise ValueError("roles must alternate")
+            def encode_batch(self, conversations):
+                return [ValueError("roles must alternate")]
 
         paths = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "x"}]}])
         with pytest.raises(ValueError, match=r"a\.jsonl:1: .*roles must alternate"):
