@@ -13,12 +13,11 @@ from pathlib import Path
 
 import torch
 
-from minitrain.collectives import all_gather
 from minitrain.huggingface import resolve_model, write_directory
 from minitrain.lora import LoRAConfig, adapted_layers, add_lora, lora_parameters
 from minitrain.mesh import Mesh, ShardSpec
 from minitrain.model import CausalLM
-from minitrain.model_sharder import share_slices
+from minitrain.model_sharder import share_slices, whole_tensor
 from minitrain.tensor_files import DTYPES, read_header, read_json, tensor_reader
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -172,8 +171,7 @@ def save_adapter(
     """
     params, whole = lora_parameters(model), {}
     for name, param in params.items():
-        dim = shard_spec[name]
-        tensor = param.detach() if dim is None else all_gather(param.detach(), mesh.tp, dim)
+        tensor = whole_tensor(name, param, shard_spec, mesh)
         whole[f"{PREFIX}{name}.weight"] = tensor.cpu().contiguous()
     fields = {
         "peft_type": "LORA",

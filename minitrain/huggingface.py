@@ -21,11 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minitrain.agreement import host_axis, raise_together
-from minitrain.collectives import all_gather
 from minitrain.families import config_fields, parse_config
 from minitrain.mesh import Mesh, ShardSpec, check_model
 from minitrain.model import CausalLM, ModelConfig
-from minitrain.model_sharder import fill_weights, random_weights, shard_model
+from minitrain.model_sharder import fill_weights, random_weights, shard_model, whole_tensor
 from minitrain.tensor_files import INDEX, find_tensors, plan_files, read_json, tensor_reader
 
 CARRIED = {  # files that a saved directory takes over unchanged
@@ -37,10 +36,7 @@ HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "tokenizer.mode
 
 
 def resolve_model(name: str | Path) -> Path:
-    """Find the directory of a model: name itself, or a download of the hub id it is.
-
-    Raises    ValueError that says how to get the directory
-    """
+    """Find the directory of a model: name itself, or a download of the hub id it is; ValueError."""
     if Path(name).is_dir():
         return Path(name)
     rule = f"a model must be a directory or a hub id, owner/name, but there is no directory {name}"
@@ -80,8 +76,16 @@ def inspect_model(directory: str | Path) -> tuple[ModelConfig, dict[str, Path]]:
         shapes = {name: tuple(p.shape) for name, p in CausalLM(config).named_parameters()}
     files = find_tensors(Path(directory), shapes, config.tie_embeddings)
     tokenizer = Path(directory) / "tokenizer.json"
-    if tokenizer.is_file():
-        _check_tokenizer(tokenizer, config.vocab_size)
+    definition = read_json(tokenizer) if tokenizer.is_file() else {}
+    vocabulary = definition.get("model", {}).get("vocab", {})  # token -> id; of unigrams a list
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    largest = max([*ids, *(token["id"] for token in definition.get("added_tokens", []))], default=0)
+    if largest >= config.vocab_size:
+        raise ValueError(
+            f"the tokenizer's ids must be below config.json's vocab_size: {tokenizer} has "
+            f"{largest}, vocab_size is {config.vocab_size}. Take the tokenizer that belongs to the "
+            "model, or enlarge the embedding first (transformers: resize_token_embeddings)."
+        )
     return config, files
 
 
@@ -164,8 +168,16 @@ def save_model(
         if tokenizer is not None:
             tokenizer.save(part)
 
-    tensors = _whole_files(dict(model.named_parameters()), files, spec, mesh, dtype)
-    write_directory(path, tensors, rest, mesh, CARRIED | {"config.json", INDEX}, add_tokenizer)
+    def whole_files() -> Iterator[tuple[str, dict[str, Tensor]]]:
+        for file, names in files.items():
+            tensors = {}
+            for name in names:
+                whole = whole_tensor(name, model.get_parameter(name).to(dtype), spec, mesh)
+                if mesh.rank == 0:
+                    tensors[name] = whole.cpu().contiguous()
+            yield file, tensors
+
+    write_directory(path, whole_files(), rest, mesh, CARRIED | {*rest, INDEX}, add_tokenizer)
 
 
 def write_directory(
@@ -219,33 +231,3 @@ def write_directory(
     for _ in files:
         pass  # the collectives in it are every rank's
     raise_together(error, host_axis(mesh.device))
-
-
-@torch.no_grad()
-def _whole_files(
-    params: dict[str, Tensor], files: dict[str, list[str]], spec: ShardSpec, mesh: Mesh, dtype
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield each file's name and, on rank 0, its whole tensors, without padding, on the host."""
-    for file, names in files.items():
-        tensors = {}
-        for name in names:
-            whole, dim = params[name].detach().to(dtype), spec[name]
-            if dim is not None:
-                whole = all_gather(whole, mesh.tp, dim).narrow(dim, 0, spec.shapes[name][dim])
-            if mesh.rank == 0:
-                tensors[name] = whole.cpu().contiguous()
-        yield file, tensors
-
-
-def _check_tokenizer(file: Path, vocab_size: int) -> None:
-    """Refuse a tokenizer that makes ids the embedding has no row for."""
-    definition = read_json(file)
-    vocabulary = definition.get("model", {}).get("vocab", {})  # token -> id; of unigrams a list
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-    largest = max([*ids, *(token["id"] for token in definition.get("added_tokens", []))], default=0)
-    if largest >= vocab_size:
-        raise ValueError(
-            f"the tokenizer's ids must be below config.json's vocab_size: {file} has {largest}, "
-            f"vocab_size is {vocab_size}. Take the tokenizer that belongs to the model, or enlarge "
-            "the embedding first (transformers: resize_token_embeddings)."
-        )

@@ -156,16 +156,19 @@ def random_weights(config: ModelConfig, shapes: dict[str, tuple[int, ...]], seed
 
 
 @torch.no_grad()
+def whole_tensor(name: str, share: Tensor, spec: ShardSpec, mesh: Mesh) -> Tensor:
+    """Join the shares of a parameter, without padding; an all-gather over tp when it is split."""
+    dim = spec[name]
+    if dim is None:
+        return share.detach()
+    return all_gather(share.detach(), mesh.tp, dim).narrow(dim, 0, spec.shapes[name][dim])
+
+
 def gather_state_dict(model: nn.Module, spec: ShardSpec, mesh: Mesh) -> dict[str, Tensor]:
     """Join the ranks' shares into whole tensors, without padding, a tied head left out.
 
     Returns        name -> tensor on the host, equal on every rank
     Communicates   all-gather over tp of every split parameter
     """
-    whole = {}
-    for name, param in model.named_parameters():
-        if spec[name] is not None:
-            size = spec.shapes[name][spec[name]]
-            param = all_gather(param.detach(), mesh.tp, spec[name]).narrow(spec[name], 0, size)
-        whole[name] = param.detach().cpu().clone()
-    return whole
+    params = model.named_parameters()
+    return {name: whole_tensor(name, p, spec, mesh).cpu().clone() for name, p in params}

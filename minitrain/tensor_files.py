@@ -64,13 +64,13 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def tensor_reader(files: dict[str, Path]) -> Callable[[str, tuple[slice, ...]], Tensor]:
-    """Make a reader for fill_weights, with one of the files, tensor name -> file, open at a time."""
+    """Make a reader for fill_weights out of tensor name -> file; one file is open at a time."""
     opened = lru_cache(maxsize=1)(partial(safe_open, framework="pt"))
     return lambda name, slices: opened(files[name]).get_slice(name)[slices]
 
 
 def plan_files(shapes: Shapes, dtype: torch.dtype, max_bytes: int) -> dict[str, list[str]]:
-    """Spread tensors over files of max_bytes, or of one larger tensor: file name -> tensor names."""
+    """Spread tensors over files of max_bytes, or of one larger tensor: file -> tensor names."""
     groups, filled = [[]], 0
     for name, shape in shapes.items():
         size = prod(shape) * dtype.itemsize
