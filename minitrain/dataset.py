@@ -41,10 +41,7 @@ class Rows:
 
 
 class Dataset:
-    """Serve rows and global batches; made by open_dataset, whose arguments these are.
-
-    sources    what packing.py made: num_rows, counts, and fill(row, ...)
-    notes      what to say about rows that were cut or left out
+    """Serve rows and global batches; made by open_dataset.
 
     num_rows   rows of one epoch
     summary    one line for the start of a run
@@ -71,11 +68,7 @@ class Dataset:
                 n = int(np.searchsorted(self.ends, index, side="right"))
                 local = index - int(self.ends[n]) + self.sources[n].num_rows
                 self.sources[n].fill(local, ids_BS[row], labels_BS[row], starts_BS[row])
-        if self.vocab_size is not None and ids_BS.max(initial=0) >= self.vocab_size:
-            raise ValueError(
-                f"token ids must be below the model's vocabulary of {self.vocab_size}, but a token "
-                f"file holds {ids_BS.max()}. Make the file with the model's own tokenizer."
-            )
+        _check_largest(ids_BS.max(initial=0), self.vocab_size, "a token file")
         places_S = np.arange(S)
         begins_BS = np.maximum.accumulate(np.where(starts_BS, places_S, 0), axis=1)
         documents_BS = np.cumsum(starts_BS, axis=1) - 1 if self.pack else None
@@ -174,18 +167,11 @@ def read_token_file(path: Path, vocab_size: int | None = None) -> tuple[np.memma
     except (OSError, ValueError, KeyError, TypeError):
         needed = '{"dtype": "uint16" or "uint32", "tokenizer": ..., "count": ..., "eos_id": ...}'
         raise ValueError(f"token file {path} needs a header {beside}: {needed}.") from None
-    size = path.stat().st_size
+    size, needed = path.stat().st_size, f"{count:,} of {dtype.itemsize} bytes"
     if size != count * dtype.itemsize or count == 0:
-        raise ValueError(
-            f"token file {path} must hold at least one token, and as many as its header says: "
-            f"{count:,} of {dtype.itemsize} bytes, but it has {size:,} bytes. Make it again."
-        )
-    if vocab_size is not None and header.get("largest_id", 0) >= vocab_size:
-        raise ValueError(
-            f"token ids must be below the model's vocabulary of {vocab_size}, but {path} holds "
-            f"{header['largest_id']} (tokenizer: {header.get('tokenizer')}). Make it with the "
-            "model's own tokenizer."
-        )
+        rule = f"token file {path} must hold as many tokens as its header says, at least one"
+        raise ValueError(f"{rule}: {needed}, but it has {size:,} bytes. Make it again.")
+    _check_largest(header.get("largest_id", 0), vocab_size, path)
     return np.memmap(path, dtype, mode="r"), header
 
 
@@ -210,6 +196,13 @@ def _tokenize(paths: list[Path], tokenizer, cache_dir, *, chat, quiet, **setting
     with safe_open(cache, "numpy") as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return Documents(**arrays, **json.loads(file.metadata()["rest"]))
+
+
+def _check_largest(token: int, vocab_size: int | None, file: object) -> None:
+    if vocab_size is not None and token >= vocab_size:
+        rule = f"token ids must be below the model's vocabulary of {vocab_size}"
+        fix = "Make the file with the model's own tokenizer."
+        raise ValueError(f"{rule}, but {file} holds {token}. {fix}")
 
 
 def _summary(sources: list, seq_len: int) -> str:

@@ -26,22 +26,14 @@ HALF_PAIR = re.compile("[\ud800-\udfff]")  # of a surrogate pair, which no UTF-8
 
 @dataclass
 class Documents:
-    """Tokenised documents, end to end, in the order of files and lines.
+    """Tokenised documents, end to end, in the order of files and lines."""
 
-    tokens     int32
-    lengths    int64, tokens of each document
-    labelled   bool, whether it came with labels
-    all_text   every document is text that ends with the eos token: eos ids alone tell them apart
-    bad_rows   one sentence for each row that was left out
-    labels     int32, not shifted, -100 = no loss; None when no document came with labels
-    """
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    labelled: np.ndarray
-    all_text: bool
-    bad_rows: list[str]
-    labels: np.ndarray | None = None
+    tokens: np.ndarray  # int32
+    lengths: np.ndarray  # int64, tokens of each document
+    labelled: np.ndarray  # bool, whether it came with labels
+    all_text: bool  # all is text that ends with eos: eos ids alone tell the documents apart
+    bad_rows: list[str]  # one sentence for each row that was left out
+    labels: np.ndarray | None = None  # int32, not shifted; None when no document came with any
 
 
 class Row(NamedTuple):
@@ -179,18 +171,16 @@ def parse_row(line: bytes) -> tuple[str, object]:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
         raise BadRow(f"a row must be a JSON object on one line, in UTF-8: {error}.") from None
-    if not isinstance(row, dict):
-        raise BadRow(f"a row must be a JSON object, {ROW_FORMS}, but this is {_show(row)}.")
+    _check(isinstance(row, dict), f"a row must be an object, {ROW_FORMS}", row)
     if "messages" in row:
         return "messages", _check_messages(row["messages"])
     if "input_ids" in row:
         return "input_ids", _check_token_row(row["input_ids"], row.get("labels"))
     if "completion" in row:
         return "prompt", [_check_text(row.get(key), key) for key in ("prompt", "completion")]
-    if "text" in row:
-        return "text", _check_text(row["text"], "text")
-    hint = " Rename ShareGPT's keys: messages, role, content." if "conversations" in row else ""
-    raise BadRow(f"a row must be {ROW_FORMS}, but its keys are: {_show(list(row))}.{hint}")
+    hint = ", not ShareGPT's conversations" if "conversations" in row else ""
+    _check("text" in row, f"the keys of a row must be {ROW_FORMS}{hint}", list(row))
+    return "text", _check_text(row["text"], "text")
 
 
 def encode_rows(rows: list[Row], tokenizer, chat, vocab_size: int | None) -> Iterator[tuple]:
@@ -201,17 +191,13 @@ def encode_rows(rows: list[Row], tokenizer, chat, vocab_size: int | None) -> Ite
     texts = [row for row in rows if row.form in ("text", "part")]
     prompts, chats = ([row for row in rows if row.form == form] for form in ("prompt", "messages"))
     if (texts or prompts) and (tokenizer is None or tokenizer.eos_id is None):
-        raise ValueError(
-            f"{(texts or prompts)[0].where}: text needs a tokenizer with an eos token, but there "
-            "is none. Pass a model directory with tokenizer.json, and with eos_token in "
-            "tokenizer_config.json, or rows with input_ids."
-        )
+        needed = "a tokenizer with an eos token, but there is none. Pass a --model directory with "
+        needed += "tokenizer.json, and eos_token in tokenizer_config.json; or rows of input_ids."
+        raise ValueError(f"{(texts or prompts)[0].where}: text needs {needed}")
     if chats and chat is None:
-        raise ValueError(
-            f"{chats[0].where}: rows of messages need a chat template, but the model has none. "
-            "Pass a --model directory that has one (chat_template.jinja, or chat_template in "
-            "tokenizer_config.json), or use rows of prompt and completion."
-        )
+        needed = "a chat template, but the model has none. Pass a --model directory with one; or "
+        needed += "rows of prompt and completion."
+        raise ValueError(f"{chats[0].where}: rows of messages need {needed}")
     text_ids = iter(texts and tokenizer.encode_batch([row.value for row in texts]))
     joined = ["".join(row.value) for row in prompts]
     prompt_ids = iter(joined and tokenizer.encode_with_offsets(joined))
@@ -240,34 +226,32 @@ def encode_rows(rows: list[Row], tokenizer, chat, vocab_size: int | None) -> Ite
 
 
 def _check_messages(messages: object) -> list:
-    if not isinstance(messages, list) or not messages:
-        raise BadRow(f"messages must be a list of role and content, but is {_show(messages)}.")
+    is_list = isinstance(messages, list) and messages
+    _check(is_list, "messages must be a list of objects with role and content", messages)
     for number, message in enumerate(messages, start=1):
-        role = message.get("role") if isinstance(message, dict) else None
-        if role not in ROLES:
-            rule = f"message {number} must be an object whose role is one of {', '.join(ROLES)}"
-            raise BadRow(f"{rule}, but is {_show(message if role is None else role)}.")
+        _check(isinstance(message, dict), f"message {number} must be an object", message)
+        role, known = message.get("role"), ", ".join(ROLES)
+        _check(role in ROLES, f"role of message {number} must be one of {known}", role)
         _check_text(message.get("content"), f"content of message {number}")
     return messages
 
 
 def _check_text(text: object, name: str) -> str:
-    if not isinstance(text, str):
-        raise BadRow(f"{name} must be a string, but is {_show(text)}.")
-    if half := HALF_PAIR.search(text):
-        raise BadRow(f"{name} must be Unicode, but has half a surrogate pair, {_show(half[0])}.")
+    _check(isinstance(text, str), f"{name} must be a string", text)
+    half = HALF_PAIR.search(text)
+    _check(not half, f"{name} must be Unicode, without half a surrogate pair", half and half[0])
     return text
 
 
 def _check_token_row(ids: object, labels: object) -> tuple[list, list | None]:
     for name, values in (("input_ids", ids), ("labels", ids if labels is None else labels)):
-        if not isinstance(values, list) or not all(type(value) is int for value in values):
-            raise BadRow(f"{name} must be a list of whole numbers, but is {_show(values)}.")
-    if not ids:
-        raise BadRow("input_ids must hold at least one token, but is empty.")
-    if labels is not None and len(ids) != len(labels):
-        counts = f"there are {len(ids)} input_ids and {len(labels)} labels"
-        raise BadRow(f"labels must be as long as input_ids, not yet shifted, but {counts}.")
+        whole = isinstance(values, list) and values and all(type(v) is int for v in values)
+        _check(whole, f"{name} must be a list of at least one whole number", values)
+    same, found = (
+        len(ids) == len(labels or ids),
+        f"{len(ids)} input_ids, {len(labels or ids)} labels",
+    )
+    _check(same, "each of input_ids must have a label, not yet shifted", found)
     return ids, labels
 
 
@@ -277,13 +261,17 @@ def _as_ids(name: str, values: list, vocab_size: int | None) -> np.ndarray:
     wrong = (array < 0) | (array >= limit)
     if name == "labels":
         wrong &= array != IGNORE
-    if wrong.any():
-        also = " (or -100 for no loss)" if name == "labels" else ""
-        first = array[wrong][0]
-        raise BadRow(f"{name} must be ids from 0 to {limit - 1}{also}, but one is {first}.")
+    also = " (or -100 for no loss)" if name == "labels" else ""
+    _check(
+        not wrong.any(),
+        f"{name} must be ids from 0 to {limit - 1}{also}",
+        array[wrong].tolist()[:1],
+    )
     return array.astype(np.int32)
 
 
-def _show(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+def _check(holds: object, rule: str, value: object) -> None:
+    """Raise BadRow, with the rule and the beginning of the value, when it does not hold."""
+    if not holds:
+        shown = json.dumps(value)
+        raise BadRow(f"{rule}, but found {shown if len(shown) <= 60 else f'{shown[:60]}...'}.")

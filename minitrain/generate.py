@@ -9,6 +9,7 @@ new positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -53,10 +54,8 @@ def stream_tokens(
     check_sampling(input_ids, max_new_tokens, temperature, top_p)
     vocab_size, device = model.config.vocab_size, model.lm_head.weight.device
     if not 0 <= min(input_ids) <= max(input_ids) < vocab_size:
-        raise ValueError(
-            f"token ids of a prompt must be below the model's vocabulary of {vocab_size}, but one "
-            f"is {max(input_ids)}. Use the tokenizer of the model's own directory."
-        )
+        rule = f"a prompt's ids must be from 0 to below the model's vocabulary of {vocab_size}"
+        raise ValueError(f"{rule}, but one is {max(input_ids)}. Use the model's own tokenizer.")
     if getattr(model.enter, "split_sequence", False):
         raise ValueError(
             "one token cannot be split over tp along the sequence. Sample from final/."
@@ -146,14 +145,14 @@ def check_sampling(
     input_ids: list[int], max_new_tokens: int, temperature: float, top_p: float
 ) -> None:
     """Refuse settings that cannot work, with ValueError; needs no model, so can come before it."""
-    if not input_ids:
-        raise ValueError("a prompt must have at least one token, but is empty. Give it some text.")
-    if max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"--temperature must be 0 or a positive number, not {temperature}.")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"--top-p must be above 0 and at most 1, not {top_p}.")
+    for holds, rule in (
+        (input_ids, "a prompt must have at least one token, but is empty"),
+        (max_new_tokens >= 1, f"--max-new-tokens must be at least 1, not {max_new_tokens}"),
+        (0 <= temperature < math.inf, f"--temperature must be 0 or positive, not {temperature}"),
+        (0 < top_p <= 1, f"--top-p must be above 0 and at most 1, not {top_p}"),
+    ):
+        if not holds:
+            raise ValueError(f"{rule}.")
 
 
 def stream_text(

@@ -153,6 +153,6 @@ class TestCache:
                 ids = rows.input_ids[0, : len(tokenizer.encode(text))]
                 assert tokenizer.decode(ids) == text
             assert len(list(tmp_path.glob("tokens-*"))) == 2 * count
-        with pytest.raises(ValueError, match="ids from 0 to 9, but one is"):
+        with pytest.raises(ValueError, match="ids from 0 to 9, but found"):
             open_dataset([path], texts[0], 8, cache_dir=tmp_path, vocab_size=10)
         assert len(list(tmp_path.iterdir())) == 5
