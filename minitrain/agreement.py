@@ -95,7 +95,8 @@ class Interrupt:
 
 def broken_connection(error: RuntimeError) -> bool:
     """Whether an error is that of a collective whose ranks did not all take part."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    of_ranks = isinstance(error, dist.DistError) or "gloo" in str(error)
+    return of_ranks and dist.is_initialized()
 
 
 def missing_ranks(seconds: float = ROLL_CALL_SECONDS) -> list[int]:

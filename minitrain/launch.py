@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from minitrain.device import Device
+from minitrain.device import STARTUP_TIMEOUT, Device
 
 
 def launched_world_size() -> int:
@@ -35,8 +36,35 @@ def init_distributed(device: Device) -> None:
 
     Communicates   the rendezvous; waits up to 30 minutes for all ranks: slow loading is no failure
     """
-    if launched_world_size() > 1:
-        device.init_process_group(launched_rank(), launched_world_size())
+    rank, world_size = launched_rank(), launched_world_size()
+    if world_size > 1:
+        restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+        meeting = {"store": _fresh_store(rank, world_size)} if restarts else {}
+        device.init_process_group(rank, world_size, **meeting)
+
+
+def _fresh_store(rank: int, world_size: int) -> dist.Store:
+    """torchrun's store without what ranks wrote into it before a restart, which newer ones would
+    take for addresses of each other (pytorch issue 135712; agents count restarts apart).
+
+    Rank 0 draws a name and tells it to each rank that asks, until all ranks have it. Nobody asks
+    twice by the same word, so that no answer is an old one.
+    """
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=STARTUP_TIMEOUT))
+    if rank > 0:
+        word = uuid.uuid4().hex
+        store.set(f"asked by {rank}", word)
+        name = store.get(f"answer to {word}").decode()
+        store.set(f"{name} is known to {rank}", "")
+        return dist.PrefixStore(name, store)
+    name, others = uuid.uuid4().hex, set(range(1, world_size))
+    while others:
+        for other in others:
+            if store.check([f"asked by {other}"]):
+                store.set(f"answer to {store.get(f'asked by {other}').decode()}", name)
+        others = {other for other in others if not store.check([f"{name} is known to {other}"])}
+        time.sleep(0.05)
+    return dist.PrefixStore(name, store)
 
 
 def set_timeout(seconds: float) -> None:

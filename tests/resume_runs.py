@@ -68,12 +68,12 @@ def arguments(config) -> list[str]:
     return words
 
 
-def start(config, world_size: int = 1) -> SimpleNamespace:
+def start(config, world_size: int = 1, said: Path | None = None) -> SimpleNamespace:
     """Start a run in the background: processes, and the file that has all they say."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    said = config.out.with_suffix(".said")
+    said = said or config.out.with_suffix(".said")
     said.write_text("")
     context = multiprocessing.get_context("fork")
     processes = [
@@ -133,12 +133,17 @@ def last_step(out: Path) -> int:
     return max((json.loads(line)["step"] for line in lines), default=0)
 
 
-def reach(run, step: int, timeout_s: float = 60) -> None:
-    """Wait until a run has logged a step, or has ended."""
+def until(run, condition, timeout_s: float = 60) -> None:
+    """Wait until a condition is true, or the run has ended."""
     deadline = time.monotonic() + timeout_s
-    while last_step(run.out) < step and any(process.is_alive() for process in run.processes):
+    while not condition() and any(process.is_alive() for process in run.processes):
         assert time.monotonic() < deadline, run.said.read_text()
         time.sleep(0.002)
+
+
+def reach(run, step: int, timeout_s: float = 60) -> None:
+    """Wait until a run has logged a step, or has ended."""
+    until(run, lambda: last_step(run.out) >= step, timeout_s)
 
 
 def result(out: Path) -> tuple[bytes, list[dict]]:

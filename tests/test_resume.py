@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 
 import pytest
-from resume_runs import complete, end, last_step, reach, result, settings, start
+from resume_runs import complete, end, last_step, reach, result, settings, start, until
 
 from minitrain.agreement import missing_ranks
 
@@ -75,8 +75,7 @@ def test_second_interrupt_ends_at_once(tmp_path):
     reach(run, 3)
     os.kill(run.processes[1].pid, signal.SIGSTOP)  # rank 0 now waits in a collective
     os.kill(run.processes[0].pid, signal.SIGINT)
-    while "SIGINT: stopping" not in run.said.read_text():
-        time.sleep(0.01)
+    until(run, lambda: "SIGINT: stopping" in run.said.read_text())
     os.kill(run.processes[0].pid, signal.SIGINT)
     run.processes[0].join(10)
     assert run.processes[0].exitcode == 130
