@@ -71,7 +71,7 @@ def stop_ids(directory: Path, tokenizer: Tokenizer) -> list[int]:
 
 
 def prompt_ids(config: SampleConfig, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The prompt as tokens; plain text starts as the tokenizer's own file says (Llama's with bos)."""
+    """The prompt as tokens; plain text starts as the tokenizer's file says (Llama's: bos)."""
     if config.chat:
         template = ChatTemplate.load(config.directory, tokenizer)
         return template.prompt([{"role": "user", "content": prompt}])
