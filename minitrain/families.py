@@ -83,7 +83,7 @@ def parse_config(raw: dict, file: str) -> ModelConfig:
     Raises    ValueError for another family, and for missing or further fields of the model
     """
     family = FAMILIES.get(raw.get("model_type"))
-    code = raw.get("auto_map") or raw.get("architectures")
+    code = raw.get("auto_map") or raw.get("architectures") or None
     if family is None or code not in (None, [family.architecture]):
         raise ValueError(
             f"a model must be a causal language model of {', '.join(FAMILIES)}, without own code, "
@@ -157,7 +157,7 @@ def _refuse_window(fields: dict, file: str) -> None:
     window, longest = fields.get("sliding_window"), fields["max_position_embeddings"]
     window = window if fields.get("use_sliding_window") else None
     kinds = {*(fields.get("layer_types") or []), "full_attention"}
-    if (window or longest) < longest or (window is None and len(kinds) > 1):
+    if len(kinds) > 1 if window is None else window < longest:
         raise ValueError(
             f"attention must see the whole sequence, but {file} has layers of {sorted(kinds)}, "
             f"sliding_window = {window} and max_position_embeddings = {longest}. If no row is "

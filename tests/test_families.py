@@ -45,6 +45,8 @@ def test_missing_fields_have_transformers_defaults(model_type):
         assert getattr(ours, name) == getattr(theirs, attribute), name
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
+    if model_type == "granite":
+        assert ours.attention_scale == theirs.attention_multiplier
     if model_type == "smollm3":
         assert ours.rope_layers == tuple(map(bool, theirs.no_rope_layers))
 
