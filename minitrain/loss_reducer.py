@@ -18,6 +18,9 @@ from minitrain.mesh import Axis
 from minitrain.model import exact_dtype
 from minitrain.tensor_parallel import first_of_rank
 
+CACHED_ROWS = 32
+SLICE = 8192  # rows of the head
+
 
 def count_tokens(micro_batches: Sequence[Batch], axis: Axis) -> Tensor:
     """Count the loss tokens of a whole step: all micro-batches, all ranks of the axis (dp_sp).
@@ -115,20 +118,24 @@ class _HeadCrossEntropySum(torch.autograd.Function):
         total = torch.zeros((), dtype=exact, device=hidden_ND.device)
         grad_hidden = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight_vD, dtype=exact) if ctx.needs_input_grad[1] else None
-        # One buffer for all tiles: fresh memory for each would cost more than the sums in it.
-        logits_nv = hidden_ND.new_empty(min(tile, N), V)
-        exact_nv = hidden_ND.new_empty(min(tile, N), V, dtype=exact)
+        # Without ranks to wait for, a cpu turns logits into gradients in rows that its cache holds.
+        small = tp.size == 1 and hidden_ND.device.type == "cpu"
+        logits_nv = hidden_ND.new_empty(min(tile, N), V)  # for all tiles: fresh memory costs time
         for start in range(0, N, tile):
             h, labels = hidden_ND[start : start + tile], labels_N[start : start + tile]
-            logits, x = logits_nv[: len(h)], exact_nv[: len(h)]
-            torch.mm(h, weight_vD.T, out=logits)
-            x.copy_(logits)
-            total += _loss_and_grad_(x, labels, tp, ignore, vocab_size, smoothing).sum()
-            grad = logits.copy_(x)
+            logits = torch.mm(h, weight_vD.T, out=logits_nv[: len(h)])
+            rows = CACHED_ROWS if small else len(h)
+            for part, part_labels in zip(logits.split(rows), labels.split(rows)):
+                x = part.to(exact, copy=True)
+                loss = _loss_and_grad_(x, part_labels, tp, ignore, vocab_size, smoothing)
+                total += loss.sum()
+                part.copy_(x)
             if grad_hidden is not None:
-                torch.mm(grad, weight_vD, out=grad_hidden[start : start + tile])
-            if grad_weight is not None:
-                grad_weight += grad.T @ h
+                torch.mm(logits, weight_vD, out=grad_hidden[start : start + tile])
+            if grad_weight is not None:  # in slices: the product is never whole beside the sum
+                slices = grad_weight.split(SLICE), logits.split(SLICE, 1)
+                for grad_sD, logits_ns in zip(*slices):
+                    grad_sD += logits_ns.T @ h
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight_vD.dtype
         return total
@@ -136,7 +143,10 @@ class _HeadCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss):
         def scaled(grad):  # and rounded, without a second copy in float32
-            return torch.mul(grad, grad_loss, out=torch.empty_like(grad, dtype=ctx.dtype))
+            rounded = torch.empty_like(grad, dtype=ctx.dtype)
+            for part, exact in zip(rounded.split(SLICE), grad.split(SLICE)):
+                part.copy_(exact * grad_loss)
+            return rounded
 
         return *(None if g is None else scaled(g) for g in ctx.saved_tensors), *[None] * 6
 
