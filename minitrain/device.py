@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import resource
 import sys
-import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property
@@ -169,7 +168,6 @@ class XlaDevice(Device):
         import torch_xla.utils.checkpoint
 
         self.torch_xla, self.xm, self.xr = torch_xla, xm, xr
-        self.first_state, self.num_states = 0, 0
 
     @cached_property
     def torch_device(self) -> torch.device:
@@ -210,17 +208,10 @@ class XlaDevice(Device):
         self.xm.wait_device_ops()
 
     def checkpoint(self, fn: Callable, *args):
-        state = self.random_state()
-
-        def run(*args):
-            self.set_random_state(state)  # in both passes; torch-xla's own way forgets draws
-            return fn(*args)
-
         # It sees gradients only through its inputs: with frozen embeddings none asks for one.
         if not any(isinstance(x, Tensor) and x.requires_grad for x in args):
             args = (args[0].detach().requires_grad_(), *args[1:])
-        again = self.torch_xla.utils.checkpoint.checkpoint
-        return again(run, *args, use_reentrant=True, preserve_rng_state=False)
+        return self.torch_xla.utils.checkpoint.checkpoint(fn, *args, use_reentrant=True)
 
     def fallback_operators(self) -> list[str]:
         names = self.torch_xla.debug.metrics.counter_names()
@@ -239,15 +230,10 @@ class XlaDevice(Device):
 
     def seed(self, seed: int) -> None:
         super().seed(seed)
-        self.first_state, self.num_states = seed, 0
         self.xm.set_rng_state(seed)
 
     def random_state(self) -> Tensor:
-        # torch-xla tells the state of the last sync, before what was drawn since: so start anew.
-        self.num_states += 1
-        state = torch.tensor([zlib.crc32(f"{self.first_state} {self.num_states}".encode())])
-        self.set_random_state(state.view(torch.uint8))
-        return state.view(torch.uint8)
+        return torch.tensor([self.xm.get_rng_state()]).view(torch.uint8)
 
     def set_random_state(self, state: Tensor) -> None:
         self.xm.set_rng_state(int(state.view(torch.int64)))
