@@ -233,10 +233,10 @@ class XlaDevice(Device):
         self.xm.set_rng_state(seed)
 
     def random_state(self) -> Tensor:
-        return torch.tensor([self.xm.get_rng_state()]).view(torch.uint8)
+        return torch.tensor(list(self.xm.get_rng_state().to_bytes(8, "little")), dtype=torch.uint8)
 
     def set_random_state(self, state: Tensor) -> None:
-        self.xm.set_rng_state(int(state.view(torch.int64)))
+        self.xm.set_rng_state(int.from_bytes(bytes(state.tolist()), "little"))
 
 
 class NeuronDevice(AcceleratorDevice):
