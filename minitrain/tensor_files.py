@@ -103,7 +103,13 @@ def _weight_files(directory: Path) -> list[Path]:
             "pickle (pytorch_model.bin) can run any code and is not read. Load the model in "
             "transformers and save it with save_pretrained, or get its .safetensors files."
         )
-    names = read_json(index).get("weight_map", {}).values() if index.is_file() else [single.name]
+    names = [single.name]
+    if index.is_file():
+        names = list(read_json(index).get("weight_map", {}).values())
+        if bad := [name for name in names if Path(str(name)).name != name]:
+            raise ValueError(
+                f"{index} must name files beside it, but names {bad[0]!r}. {COPY_AGAIN}"
+            )
     return [directory / name for name in sorted(set(names))]
 
 

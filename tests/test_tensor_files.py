@@ -94,6 +94,10 @@ DAMAGES = {
     ),
     "file missing": (lambda d: (d / FIRST).unlink(), f"{FIRST} must be a whole .* No such file"),
     "index broken": (lambda d: (d / INDEX).write_text("[]"), f"{INDEX} must be a JSON object"),
+    "file outside": (
+        lambda d: edit(d / INDEX, lambda c: c["weight_map"].update({NORM: f"../{FIRST}"})),
+        rf"{INDEX} must name files beside it, but names '../{FIRST}'",
+    ),
     "no weight map": (lambda d: (d / INDEX).write_text("{}"), "21 tensors .* is missing, "),
     "no weights": (
         lambda d: [file.unlink() for file in d.glob("model*")],
