@@ -162,7 +162,7 @@ def memory(layout: Layout, num_params: int) -> dict[str, float]:
     gradients     f P main gradients, + f P / R for the summed piece when the optimizer is sharded,
                   + e P: the model's own, before they are added to the main ones
     optimizer     3 f P, divided by R when sharded: masters and two moments
-    activations   L kept + N (e (5 D + 2 K) + 24): hidden states at both ends, RoPE tables, ids
+    activations   L kept + N (e (3 D + 2 K) + 24): hidden states at both ends, RoPE tables, ids
     working       see there
     logits        n v e, and n v f more under tp; the head's gradient f v D
     process       what --process-gb says
@@ -171,7 +171,7 @@ def memory(layout: Layout, num_params: int) -> dict[str, float]:
     v, shards = layout.widths[3], layout.R if c.shard_optimizer else 1
     mode, ends = (
         c.activation_checkpointing,
-        layout.N * (e * (5 * m.hidden_size + 2 * m.head_dim) + 24),
+        layout.N * (e * (3 * m.hidden_size + 2 * m.head_dim) + 24),
     )
     on_the_way = 2 * kept(layout, "full") if mode == "offload" else 0
     return {
