@@ -1,6 +1,7 @@
-"""Attention cores for devices that compile: every shape is fixed, whatever documents a row holds.
+"""Attention cores that take the place of model.causal_attention on accelerators.
 
-They take the place of model.causal_attention, which reads the documents' lengths on the host.
+Devices that compile want every shape fixed, whatever documents a row holds; cuda wants one kernel
+for all of them.
 Shapes: B rows, S sequence, H query heads, G kv heads, K head size.
 """
 
@@ -12,6 +13,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # before torch 2.10
+    varlen_attn = None
 
 TILE = 512  # query positions that are masked at a time: b x TILE x S bools
 
@@ -69,3 +75,31 @@ def masked_attention(
             )
         )
     return torch.cat(tiles, 2).transpose(1, 2)
+
+
+def variable_length_attention(
+    core: Callable[..., Tensor], kernel: Callable | None = varlen_attn
+) -> Callable[..., Tensor]:
+    """An attention core for packed rows on cuda: one kernel call for all documents of all rows.
+
+    core      for rows of one document, and for dtypes that the kernel does not take
+    kernel    torch.nn.attention.varlen.varlen_attn: flash attention, bf16 and fp16; before torch
+              2.10 None, and core is called. Written, never run on cuda
+    """
+
+    def attend(
+        q_bSHK: Tensor, k_bSGK: Tensor, v_bSGK: Tensor, documents_bS: Tensor | None, scale: float
+    ) -> Tensor:
+        takes = kernel is not None and q_bSHK.dtype in (torch.bfloat16, torch.float16)
+        if documents_bS is None or not takes:
+            return core(q_bSHK, k_bSGK, v_bSGK, documents_bS, scale)
+        pairs = [torch.unique_consecutive(row, return_counts=True) for row in documents_bS]
+        lengths = torch.cat([counts for _, counts in pairs])
+        ends = F.pad(lengths.cumsum(0), (1, 0)).int().to(q_bSHK.device, non_blocking=True)
+        longest, grouped = int(lengths.max()), q_bSHK.shape[2] != k_bSGK.shape[2]
+        flat = (x.flatten(0, 1) for x in (q_bSHK, k_bSGK, v_bSGK))
+        rest = {"scale": scale, "window_size": (-1, 0), "enable_gqa": grouped}
+        o = kernel(*flat, ends, ends, longest, longest, **rest)
+        return o.unflatten(0, q_bSHK.shape[:2])
+
+    return attend

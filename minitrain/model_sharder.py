@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from minitrain.attention import fixed_shape_attention
+from minitrain.attention import fixed_shape_attention, variable_length_attention
 from minitrain.collectives import all_gather
 from minitrain.mesh import Axis, Mesh, ShardSpec
 from minitrain.model import CausalLM, ModelConfig
@@ -77,6 +77,8 @@ def shard_model(
         if hasattr(module, "core"):
             if mesh.device.compiles:
                 module.core = fixed_shape_attention(module.core, mesh.device.nxd)
+            elif mesh.device.kind == "cuda":
+                module.core = variable_length_attention(module.core)
             module.core = ulysses_attention(module.core, mesh.sp)
     model.tie()
     return ShardSpec({name: dims[name] for name, _ in model.named_parameters()}, shapes)

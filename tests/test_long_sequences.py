@@ -4,12 +4,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from layout_runs import SETTINGS, build, expected, golden_file, run_steps, train
 
+from minitrain.attention import variable_length_attention
 from minitrain.data_sharder import shard_batch
 from minitrain.dataset import open_dataset
 from minitrain.launch import run_ranks
 from minitrain.mesh import init_mesh
+from minitrain.model import causal_attention
 from minitrain.model_sharder import gather_state_dict
 
 LAYOUTS = {  # name -> ranks, settings
@@ -97,3 +100,23 @@ def test_packing_changes_no_number(data, tmp_path, layout):
         run = run_ranks(run_packed, ranks, few, changes, [0, 1, 2, -1], timeout_s=120)[0]
         assert run.rows == 3
         same(run, alone)
+
+
+def host_kernel(q, k, v, ends, ends_k, longest, longest_k, *, scale, window_size, enable_gqa):
+    """What torch's varlen_attn computes, by calls of the plain core: it exists on cuda only."""
+    lengths = ends.diff().tolist()
+    assert (longest, longest_k) == (max(lengths), max(lengths)) and ends.dtype == torch.int32
+    assert window_size == (-1, 0) and enable_gqa and torch.equal(ends, ends_k)
+    parts = zip(*(x.split(lengths) for x in (q, k, v)))
+    return torch.cat([causal_attention(*(x[None] for x in p), None, scale)[0] for p in parts])
+
+
+def test_one_kernel_call_for_all_documents():
+    """Red when documents of two rows are taken for one, or the row's lengths are miscounted."""
+    documents = torch.tensor([[0, 0, 0, 1, 1, 2], [2, 2, 3, 3, 3, 3]])
+    q, k, v = (torch.randn(2, 6, heads, 8).bfloat16() for heads in (4, 2, 2))
+    core = variable_length_attention(causal_attention, host_kernel)
+    want = causal_attention(q, k, v, documents, 0.3)
+    assert (core(q, k, v, documents, 0.3) - want).abs().max() < 1e-2
+    q, k, v = q.double(), k.double(), v.double()  # not the kernel's: the plain core
+    assert torch.equal(core(q, k, v, documents, 0.3), causal_attention(q, k, v, documents, 0.3))
