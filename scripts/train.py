@@ -44,7 +44,7 @@ class TrainConfig:
     """What to train: a preset (tiny, smollm2-135m, llama-3.2-1b: random weights), a Hugging Face
     directory, or a hub id."""
     data: tuple[Path, ...] = ()
-    """Training files: .txt, .jsonl, .bin token files. None: the standard library's sources."""
+    """.txt, .jsonl, .bin token files; or stdlib-chat. None: stdlib, Python's own source files."""
     eval_data: tuple[Path, ...] = ()
     """Held-out files of the same kinds; each row counts once, weighted by its loss tokens."""
     out: Path = Path("runs/default")
