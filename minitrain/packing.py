@@ -76,6 +76,8 @@ class DocumentRows:
 def lay_out(documents: Documents, seq_len: int, pack: bool, eos_id: int | None, notes: list[str]):
     """Lay tokenised documents out in rows; append to notes what was cut or left out."""
     tokens, labels, lengths = documents.tokens, documents.labels, documents.lengths
+    if cut := int((~documents.labelled & (lengths > seq_len)).sum()):
+        notes.append(f"{cut:,} texts longer than {seq_len} tokens go on in the next row")
     if pack and documents.all_text:
         return TokenStream(tokens, eos_id, seq_len, len(lengths))
     begins, too_long = np.cumsum(lengths) - lengths, documents.labelled & (lengths > seq_len)

@@ -174,6 +174,7 @@ def test_long_text_is_cut_into_rows(tmp_path, length, pack):
     lonely = not pack and length > 8 and length % 8 == 1  # one token alone predicts nothing
     assert learnt == (whole[:-1] if lonely else whole)
     assert f" {(shifted(rows) != -100).sum()} of them with loss" in dataset.summary
+    assert ("1 texts longer than 8 tokens go on in the next row" in dataset.summary) == (length > 8)
 
 
 def test_mixed_rows(tmp_path):
