@@ -1,4 +1,4 @@
-"""The run's log: what is said, metrics.jsonl under bad numbers, kills and full disks; text plots."""
+"""The run's log: what is said; metrics.jsonl under bad numbers, kills, full disks; text plots."""
 
 import io
 import json
@@ -103,7 +103,7 @@ def test_each_line_is_in_the_file_at_once(tmp_path):
 
 
 def test_resume_leaves_no_gap_and_no_repeat(tmp_path):
-    """Red when lines of steps that are made again stay, evaluations included, or a cut line does."""
+    """Red when lines of steps made again stay, evaluations included, or a cut line does."""
     path = tmp_path / "metrics.jsonl"
     log = RunLog(tmp_path, 0, 40)
     log.evaluation({"step": 0, "eval_loss": 8.3, "eval_tokens": 9})

@@ -44,7 +44,7 @@ def chat_model(tmp_path):
 
 
 def test_other_ranks_find_what_rank_0_made(tmp_path, monkeypatch):
-    """Red when every rank tokenizes, writes or trains for itself, or reads before rank 0 is done."""
+    """Red when every rank tokenizes or writes for itself, or reads before rank 0 is done."""
     calls = []
     first = opened(
         tmp_path, barrier=lambda: calls.append(len(list((tmp_path / "cache").iterdir())))
@@ -62,7 +62,7 @@ def test_other_ranks_find_what_rank_0_made(tmp_path, monkeypatch):
 
 
 def test_a_preset_learns_its_tokenizer_from_the_users_text(tmp_path):
-    """Red when the user's text is cut by a tokenizer of Python sources, or nothing says by which."""
+    """Red when the user's text is cut by a tokenizer of Python sources, or nothing says so."""
     (tmp_path / "a.txt").write_text("zyzzyva quokka " * 200)
     tokenizer, _, held_out, said = opened(tmp_path / "out", data=(tmp_path / "a.txt",))
     assert len(tokenizer.encode(" quokka")) == 1 and held_out is None
