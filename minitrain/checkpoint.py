@@ -147,7 +147,7 @@ def write_rank(part: Path, rank: int, tensors: dict[str, tuple[Tensor, Piece]]) 
 
 
 def publish(part: Path, path: Path, step: int, mesh: Mesh, settings: dict) -> None:
-    """Turn part, in which every rank's file is on the disk, into the checkpoint path; on one rank."""
+    """Turn part, with every rank's file on the disk, into the checkpoint path; on one rank."""
     files = {}
     for rank in range(mesh.world_size):
         entry = part / f"rank-{rank:05d}.json"

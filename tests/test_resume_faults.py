@@ -52,7 +52,7 @@ def full_disk(steps: set[int], rank: int):
 
 
 def test_full_disk_is_a_warning(tmp_path, monkeypatch):
-    """Red when a full disk ends training, costs the old checkpoint, or leaves a part of a new one."""
+    """Red when a full disk ends training, costs the old checkpoint, or leaves half a new one."""
     monkeypatch.setattr(checkpoint, "write_pieces", full_disk({8, 12}, rank=1))
     config = settings(tmp_path, steps=20, save_every=4, keep_last=1)
     said = complete(config, 2)
@@ -66,7 +66,7 @@ def test_full_disk_is_a_warning(tmp_path, monkeypatch):
 
 
 def test_full_disk_at_the_end_is_an_error(tmp_path, monkeypatch):
-    """Red when a run whose last checkpoint is missing ends with status 0, or the older one is gone."""
+    """Red when a run ends with status 0 without its last checkpoint, or the older one is gone."""
     config = settings(tmp_path, steps=8, save_every=4)
     complete(replace(config, out=tmp_path / "unbroken"), 2)
     monkeypatch.setattr(checkpoint, "write_pieces", full_disk({8}, rank=0))
@@ -132,7 +132,7 @@ def test_one_run_a_directory(tmp_path):
 
 
 def test_without_a_checkpoint_the_run_starts(tmp_path):
-    """Red when --resume needs a checkpoint, or says nothing; when without it a run is overwritten."""
+    """Red when --resume needs a checkpoint or says nothing, or a run is overwritten without it."""
     config = settings(tmp_path, steps=3, resume=True)
     assert "checkpoints: the run starts at step 1" in complete(config)
     assert "checkpoints: the run starts at step 1" in complete(config)
@@ -204,7 +204,7 @@ def test_fingerprint_of_token_files(tmp_path):
 
 
 def test_damaged_newest_is_named(tmp_path):
-    """Red when a run falls back to an older checkpoint, or starts anew, without a word; and when it
+    """Red when a run falls back to an older checkpoint or starts anew without a word, and when it
     cannot go on from the older one once the damaged one is deleted (CASES 35).
     """
     config = settings(tmp_path, steps=9, save_every=3, resume=True)
