@@ -191,7 +191,7 @@ def test_longer_constant_runs(tmp_path):
 
 
 def test_fingerprint_of_token_files(tmp_path):
-    """Red when a token file with another end, or a text with another middle, passes for the same."""
+    """Red when a token file with another end or a text with another middle passes for the same."""
     for name, places in (("a.bin", (0, -1)), ("a.txt", (0, 2_000_000, -1))):
         content = bytearray(4_000_000)
         (tmp_path / name).write_bytes(content)
