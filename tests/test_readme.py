@@ -28,7 +28,6 @@ COMMANDS = {
         f"python scripts/train.py {MAIN} --save-every 1"
     ),
     'pip install -e ".[test]" && pytest': ".ci/run",
-    "pip install torch --index-url": "only where there is a network",
     "python scripts/train.py --help": None,
     "python scripts/get_smollm2.py": "python scripts/get_smollm2.py --help",
     "python scripts/train.py --model models/smollm2 --data my_chat.jsonl --eval-data my_test.jsonl"
