@@ -57,6 +57,11 @@ class ModelConfig:
     logits_divisor: float = 1.0
 
 
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """x * factor; most families have no such factor, and then nothing is computed."""
+    return x if factor == 1 else x * factor
+
+
 def rope_frequencies(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Angle per position of each pair of head elements, [K / 2].
 
@@ -198,8 +203,10 @@ class Block(nn.Module):
         self, x_bsD: Tensor, rope: tuple[Tensor, Tensor], documents_bS: Tensor | None
     ) -> Tensor:
         attended = self.self_attn(self.input_layernorm(x_bsD), rope, documents_bS)
-        x_bsD = x_bsD + attended * self.residual_multiplier
-        return x_bsD + self.mlp(self.post_attention_layernorm(x_bsD)) * self.residual_multiplier
+        x_bsD = x_bsD + scaled(attended, self.residual_multiplier)
+        return x_bsD + scaled(
+            self.mlp(self.post_attention_layernorm(x_bsD)), self.residual_multiplier
+        )
 
 
 class Decoder(nn.Module):
@@ -244,12 +251,11 @@ class CausalLM(nn.Module):
 
         Returns                         h_bsD
         """
-        h_bsD = self.model.embed_tokens(input_ids_bs) * self.config.embedding_multiplier
+        h_bsD = scaled(self.model.embed_tokens(input_ids_bs), self.config.embedding_multiplier)
         rope = rope_tables(self.config, position_ids_bs, h_bsD.dtype)
         for block in self.model.layers:
             h_bsD = self.run_block(block, h_bsD, rope, documents_bS)
-        h_bsD = self.model.norm(h_bsD) / self.config.logits_divisor
-        return self.enter(h_bsD)
+        return self.enter(scaled(self.model.norm(h_bsD), 1 / self.config.logits_divisor))
 
     def forward(
         self, input_ids_bs: Tensor, position_ids_bs: Tensor, documents_bS: Tensor | None = None

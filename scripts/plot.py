@@ -50,6 +50,8 @@ class PlotConfig:
     after it, fewer at the ends; odd, 1 is no smoothing. Text plots show the mean of what falls
     into a column instead.
     """
+    tensorboard: Path | None = None
+    """Directory to write TensorBoard events to, instead; needs the package tensorboard."""
     watch: float = 0.0
     """Seconds between looks at the files, to draw again when they have grown; 0: draw once."""
 
@@ -167,6 +169,23 @@ def draw_picture(runs: list[Run], x: str, smooth: int, out: Path) -> None:
     os.replace(part, out)
 
 
+def write_events(runs: list[Run], directory: Path) -> None:
+    """Every curve of every run as TensorBoard scalars, in place of those written before."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError("--tensorboard needs its package: pip install tensorboard.") from None
+    for run in runs:
+        place = directory / run.name.strip("/").replace("/", "-")
+        for old in place.glob("events.out.tfevents.*"):
+            old.unlink()
+        with SummaryWriter(place) as writer:
+            for field, points in run.curves.items():
+                for x, y in points:
+                    writer.add_scalar(field, y, x)
+    print(f"wrote {directory}: tensorboard --logdir {directory}", flush=True)
+
+
 def metrics_files(runs: tuple[Path, ...]) -> dict[Path, str]:
     """Each run's metrics file and a name to tell it by."""
     if not runs:
@@ -180,6 +199,9 @@ def metrics_files(runs: tuple[Path, ...]) -> dict[Path, str]:
 def draw(config: PlotConfig) -> None:
     """Read all runs and draw them once."""
     runs = [read_run(*item, config.x) for item in metrics_files(config.runs).items()]
+    if config.tensorboard:
+        write_events(runs, config.tensorboard)
+        return
     as_picture = not config.text
     if as_picture:
         try:

@@ -5,10 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from conftest import lively_weights, tiny_config, tiny_model
 
 from minitrain.huggingface import save_model
 from minitrain.mesh import Mesh
-from tests.conftest import lively_weights, tiny_config, tiny_model
 
 
 def make_plain(directory: Path) -> Path:

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import transformers
+from conftest import tiny_config
 
 from minitrain.families import FAMILIES, config_fields, parse_config
-from tests.conftest import tiny_config
 
 SIZES = {
     "vocab_size": 61,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from conftest import CPU, close, lively_weights, tiny_config, tiny_model
 from safetensors.torch import load_file
 
 from minitrain.collectives import all_gather
@@ -17,7 +18,6 @@ from minitrain.huggingface import (
 )
 from minitrain.launch import run_ranks
 from minitrain.mesh import init_mesh
-from tests.conftest import CPU, close, lively_weights, tiny_config, tiny_model
 
 VOCAB = 61  # no multiple of 2 or 4, so that tp pads it
 SIZES = {

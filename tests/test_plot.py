@@ -108,6 +108,22 @@ def test_text_without_matplotlib(plot, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "curves.png").exists()
 
 
+def test_tensorboard(tmp_path):
+    """Red when a point is missing in the events, written twice, or a missing package not said."""
+    run, events = write_run(tmp_path / "a"), tmp_path / "events"
+    for _ in range(2):
+        result = run_script(run, "--tensorboard", events)
+    if importlib.util.find_spec("tensorboard") is None:
+        assert result.returncode == 1 and "pip install tensorboard" in result.stderr
+        return
+    assert result.returncode == 0, result.stderr
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    written = EventAccumulator(str(events / "a")).Reload()
+    assert [(e.step, e.value) for e in written.Scalars("eval_loss")] == [(0, 8.0), (40, 5.5)]
+    assert [e.step for e in written.Scalars("loss")] == [s for s in range(1, 41) if s != 7]
+
+
 def test_watch_draws_again_when_a_file_grows(plot, tmp_path, capsys):
     """Red when --watch ends on a missing file, draws without need, or misses new lines."""
     run, seen = tmp_path / "a", []

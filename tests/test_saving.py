@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import CPU
+from model_directories import edit, make_plain
 from safetensors.torch import load_file
 
 from minitrain.huggingface import inspect_model, load_model, read_config, save_model
 from minitrain.launch import run_ranks
 from minitrain.lora import LoRAConfig, add_lora
 from minitrain.mesh import Mesh, init_mesh
-from tests.conftest import CPU
-from tests.model_directories import edit, make_plain
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import CPU
 from safetensors.torch import load_file
 
 from minitrain.chat import ChatTemplate
@@ -20,7 +21,6 @@ from minitrain.huggingface import load_model, save_model
 from minitrain.launch import run_ranks
 from minitrain.loss_reducer import count_tokens, cross_entropy_sum
 from minitrain.mesh import Mesh, init_mesh
-from tests.conftest import CPU
 
 ROOT = Path(__file__).parents[1]
 MODEL, DATA, SHARED = ROOT / "models" / "smollm2", ROOT / "tests" / "data", ROOT.parent / "shared"

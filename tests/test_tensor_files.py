@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import CPU, tiny_config
+from model_directories import edit, make_plain
 from safetensors.torch import load_file, save_file
 
 from minitrain import huggingface
@@ -15,8 +17,6 @@ from minitrain.families import config_fields
 from minitrain.huggingface import has_weights, inspect_model, load_model, resolve_model
 from minitrain.mesh import Mesh
 from minitrain.tensor_files import plan_files
-from tests.conftest import CPU, tiny_config
-from tests.model_directories import edit, make_plain
 
 
 @pytest.fixture

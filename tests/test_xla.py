@@ -5,6 +5,7 @@ Each case runs in a process of its own (tests/xla_cases.py): a process has one X
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -130,27 +131,39 @@ def test_overfits_one_sentence(devices, rank, bound):
         assert result["last"] < bound
 
 
-def test_the_script_trains_on_xla(tmp_path):
-    """Red when train.py itself does not run on XLA: data, evaluation, a checkpoint, final files."""
-    text = tmp_path / "text.jsonl"
+def run_script(directory: Path, out: str, *more: str) -> list[float]:
+    """Train a tiny model with scripts/train.py; losses, those of evaluations too."""
+    text, model = directory / "text.jsonl", directory / "model"
     rows = [{"input_ids": [(i * j) % 61 for j in range(20 + i)]} for i in range(40)]
     text.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = tmp_path / "model"
-    model.mkdir()
+    model.mkdir(exist_ok=True)
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "model_type": "llama"}
     (model / "config.json").write_text(json.dumps(shape | {"rms_norm_eps": 1e-5}))
-    losses = {}
-    for device in ("xla", "cpu"):
-        out = tmp_path / device
-        flags = f"--device {device} --model {model} --data {text} --eval-data {text} --out {out}"
-        flags += " --steps 4 --batch-size 4 --micro-batch-size 2 --seq-len 32 --dtype fp32"
-        command = [sys.executable, str(TESTS.parent / "scripts/train.py"), *flags.split()]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
-        env["PYTHONPATH"] = os.pathsep.join(sys.path)
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-4000:]
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        losses[device] = [line.get("loss", line.get("eval_loss")) for line in lines]
-        assert (out / "final/model.safetensors").exists()
-    assert losses["xla"] == pytest.approx(losses["cpu"], rel=1e-5)
+    flags = f"--model {model} --data {text} --out {directory / out} --steps 4 --batch-size 4 "
+    flags += "--micro-batch-size 2 --seq-len 32"
+    command = [sys.executable, str(TESTS.parent / "scripts/train.py"), *flags.split(), *more]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = (directory / out / "metrics.jsonl").read_text().splitlines()
+    return [x.get("loss", x.get("eval_loss")) for x in map(json.loads, lines)]
+
+
+def test_the_script_trains_on_xla(tmp_path):
+    """Red when train.py itself does not run on XLA: packed data, evaluation, final files."""
+    flags = ("--eval-data", str(tmp_path / "text.jsonl"), "--dtype", "fp32")
+    on_xla = run_script(tmp_path, "xla", "--device", "xla", *flags)
+    on_cpu = run_script(tmp_path, "cpu", "--device", "cpu", *flags)
+    assert on_xla == pytest.approx(on_cpu, rel=1e-5)
+    assert (tmp_path / "xla/final/model.safetensors").exists()
+
+
+def test_resumes_bit_for_bit(tmp_path):
+    """Red when a checkpoint on XLA leaves something out: weights, moments, counts, dropout."""
+    flags = ["--device", "xla", "--save-every", "2", "--lora-rank", "2", "--lora-dropout", "0.2"]
+    flags += ["--activation-checkpointing", "full"]
+    whole = run_script(tmp_path, "run", *flags)
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
+    assert run_script(tmp_path, "run", *flags, "--resume") == whole
