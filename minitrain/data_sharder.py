@@ -53,7 +53,9 @@ class Batch:
 
 
 def shift_labels(labels_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
-    """Move each label to the position that predicts it; none crosses a document or the row's end."""
+    """Move each label to the position that predicts it; none crosses a document or the row's
+    end.
+    """
     shifted = F.pad(labels_BS[:, 1:], (0, 1), value=IGNORE)
     starts_document = F.pad(position_ids_BS[:, 1:] == 0, (0, 1), value=True)
     return shifted.masked_fill(starts_document, IGNORE)

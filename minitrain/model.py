@@ -86,7 +86,9 @@ def rope_frequencies(config: ModelConfig, device: torch.device, dtype: torch.dty
 def rope_tables(
     config: ModelConfig, position_ids_bs: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of each position's angles, [b, s, 1, K]; only the results are rounded to dtype."""
+    """cos and sin of each position's angles, [b, s, 1, K]; only the results are rounded to
+    dtype.
+    """
     exact = exact_dtype(dtype)
     frequency = rope_frequencies(config, position_ids_bs.device, exact)
     angle = position_ids_bs[..., None].to(exact) * frequency

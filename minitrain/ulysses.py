@@ -34,8 +34,9 @@ def ulysses_attention(core: Callable[..., Tensor], sp: Axis) -> Callable[..., Te
         heads, kv_heads = q_bsHK.shape[2], k_bsGK.shape[2]
         if heads % sp.size or (kv_heads % sp.size and sp.size % kv_heads):
             raise ValueError(
-                f"sp must divide the query heads, and divide or be divided by the kv heads: sp {sp.size}, "
-                f"{heads} query heads, {kv_heads} kv heads on this rank. Choose another --sp."
+                "sp must divide the query heads, and divide or be divided by the kv heads: sp "
+                f"{sp.size}, {heads} query heads, {kv_heads} kv heads on this rank. "
+                "Choose another --sp."
             )
         if kv_heads < sp.size:
             copies = sp.size // kv_heads

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -158,7 +159,9 @@ def measure(bench: BenchConfig) -> dict:
 
 
 def hf_trainer(bench: BenchConfig) -> dict:
-    """The same work by the Hugging Face Trainer as its users run it: bf16 autocast, fp32 weights."""
+    """The same work by the Hugging Face Trainer as its users run it: bf16 autocast, fp32
+    weights.
+    """
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
@@ -194,7 +197,7 @@ def hf_trainer(bench: BenchConfig) -> dict:
     )
     data = [{"input_ids": row, "labels": row.clone()} for row in ids]
     Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Clock()]).train()
-    seconds = statistics.median(b - a for a, b in zip(times[1:], times[2:]))
+    seconds = statistics.median(b - a for a, b in pairwise(times[1:]))
     peak = pick_device(bench.device).memory_peak_bytes()
     tokens = bench.batch_size * bench.seq_len
     return {"tokens_per_second": tokens / seconds, "memory_mb": peak / 2**20}

@@ -1,4 +1,6 @@
-"""Run scripts/train.py's own train_step on the golden data, on any layout: shared by several tests."""
+"""Run scripts/train.py's own train_step on the golden data, on any layout: shared by several
+tests.
+"""
 
 import json
 import sys

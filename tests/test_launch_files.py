@@ -1,4 +1,6 @@
-"""scripts/launch/: torchrun on one machine and on two is run, the rest is checked for its syntax."""
+"""scripts/launch/: torchrun on one machine and on two is run, the rest is checked for its
+syntax.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Tiled MLPs, checkpointed blocks, offload: what they keep, how often they compute, what they send."""
+"""Tiled MLPs, checkpointed blocks, offload: what they keep, how often they compute, what they
+send.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -140,7 +142,9 @@ def test_frozen_layers_below_an_adapter_still_learn():
 
 @pytest.mark.parametrize("mode, runs", [("none", 2), ("full", 2)])
 def test_a_checkpointed_mlp_is_not_computed_three_times(mode, runs):
-    """Red when a block that is computed again includes the tiles, which compute themselves again."""
+    """Red when a block that is computed again includes the tiles, which compute themselves
+    again.
+    """
     model = made(mode, 4)
     calls = []
     model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: calls.append(1))
@@ -166,7 +170,9 @@ def kept_bytes(model, length: int) -> int:
 
 
 def test_what_is_kept_grows_by_one_input_a_block():
-    """Red when checkpointing keeps more than a block's input, or tiles keep the MLP's activations."""
+    """Red when checkpointing keeps more than a block's input, or tiles keep the MLP's
+    activations.
+    """
     per_token = {
         key: (kept_bytes(made(*key), 64) - kept_bytes(made(*key), 32)) / 32 / 8
         for key in (("none", 0), ("none", 8), ("full", 8))

@@ -95,7 +95,9 @@ def make_chat_model(directory: Path) -> None:
 
 
 def test_train_step_is_the_real_one():
-    """Red when the step shown is not scripts/train.py's. `python tests/test_readme.py` prints it."""
+    """Red when the step shown is not scripts/train.py's. `python tests/test_readme.py` prints
+    it.
+    """
     assert f"```python\n{train_step_source()}```\n" in README
 
 

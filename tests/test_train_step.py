@@ -74,7 +74,9 @@ LAYOUTS = [(1, {}), (2, {}), (2, {"sp": 2}), (2, {"tp": 2}), (8, {"sp": 2, "tp":
 @pytest.mark.parametrize(("world", "changes"), LAYOUTS)
 @pytest.mark.parametrize("max_norm", [1.0, float("inf")])
 def test_uneven_masks_equal_the_reference(world, changes, max_norm):
-    """Red for a mean of means, or gradients off by a factor that clipping hides (cases 1, 2, 41)."""
+    """Red for a mean of means, or gradients off by a factor that clipping hides (cases 1, 2,
+    41).
+    """
     batches = [uneven_rows(), masked_rows(but_row=2), uneven_rows(length=11)]
     runs = on_ranks(world, batches, {**changes, "max_grad_norm": max_norm})
     same_as_reference(runs, batches, max_norm=max_norm)
@@ -210,7 +212,9 @@ def test_evaluation_counts_each_row_once(tmp_path, world, changes):
 
 
 def test_evaluation_leaves_training_alone(tmp_path):
-    """Red when an evaluation draws random numbers, leaves gradients or updates anything (case 11)."""
+    """Red when an evaluation draws random numbers, leaves gradients or updates anything (case
+    11).
+    """
     data = held_out(tmp_path)
 
     def with_evaluation(run, mesh):

@@ -47,7 +47,9 @@ def on_cpu(case: dict) -> list[dict]:
 
 
 def check(case: dict) -> None:
-    """The numbers of one process; flat compile counts; nothing read and nothing left to the host."""
+    """The numbers of one process; flat compile counts; nothing read and nothing left to the
+    host.
+    """
     ranks, want = on_xla({"run": "train_case", **case}), on_cpu(case)
     for records in ranks:
         for step, (record, expected) in enumerate(zip(records, want, strict=True)):
@@ -83,13 +85,17 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_layouts_give_the_numbers_of_one_process(name):
-    """Red when a collective, an offset, a skipped step or a program differs on XLA; fp32, 6 steps."""
+    """Red when a collective, an offset, a skipped step or a program differs on XLA; fp32, 6
+    steps.
+    """
     devices, settings = CASES[name]
     check({"devices": devices, "steps": 6, "settings": settings, "packed": "sp 2" in name})
 
 
 def test_nothing_compiles_after_the_second_step():
-    """Red when the rate, clipping, masks, documents or token counts enter a program as constants."""
+    """Red when the rate, clipping, masks, documents or token counts enter a program as
+    constants.
+    """
     settings = {"tp": 2, "micro_batch_size": 2, "max_grad_norm": 3.8, "schedule": "cosine"}
     check({"devices": 4, "steps": 20, "settings": settings, "packed": True})
 
