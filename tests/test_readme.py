@@ -43,6 +43,7 @@ COMMANDS = {
     "python scripts/plan.py --model DIR --devices 64 --memory-gb 96 --seq-len 131072": (
         "python scripts/plan.py --model models/smollm2 --devices 64 --memory-gb 96 --seq-len 4096"
     ),
+    "python scripts/doctor.py --device auto": "python scripts/doctor.py --device cpu",
     "HOST=node-a bash scripts/launch/two_machines.sh --tp 8": "tests/test_launch_files.py",
 }
 
