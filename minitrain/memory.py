@@ -199,6 +199,7 @@ class TiledMLP(nn.Module):
         y_bsD = self._tiles(run, x_ND).unflatten(0, x_bsD.shape[:2])
         return down.leave(y_bsD) if parallel else y_bsD
 
+    @torch.compiler.disable  # a compiled block has the tiles between two graphs
     def _tiles(self, run: Callable[[Tensor], Tensor], x_ND: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return torch.cat([run(x_nD) for x_nD in x_ND.split(self.tile_tokens)])

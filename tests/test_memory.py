@@ -140,6 +140,15 @@ def test_frozen_layers_below_an_adapter_still_learn():
     same(gradients(made("full", 4, lora=lora), tokens(9)), want)
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_compiled_blocks(mode):
+    """Red when the compiler looks into the tiles, and loses what they keep."""
+    model = made(mode, 4)
+    for block in model.model.layers:
+        block.compile(backend="aot_eager")
+    same(gradients(model, tokens(9)), gradients(made(), tokens(9)))
+
+
 @pytest.mark.parametrize("mode, runs", [("none", 2), ("full", 2)])
 def test_a_checkpointed_mlp_is_not_computed_three_times(mode, runs):
     """Red when a block that is computed again includes the tiles, which compute themselves
