@@ -23,7 +23,7 @@ from minitrain.chat import ChatTemplate, has_chat_template
 from minitrain.corpus import BUILTIN, Tokenizer, builtin_data, cached_tokenizer
 from minitrain.dataset import Dataset, open_dataset
 from minitrain.device import Device
-from minitrain.documents import sample_texts
+from minitrain.documents import check_readable, sample_texts
 from minitrain.environment import notes
 from minitrain.huggingface import (
     has_weights,
@@ -88,6 +88,9 @@ def check_settings(config, world_size: int) -> None:
             f"dp {dp} * {config.micro_batch_size} = {unit}. Pass --batch-size "
             f"{-(-config.batch_size // unit) * unit}, or a smaller --micro-batch-size."
         )
+    for path in (*config.data, *config.eval_data):
+        if str(path) not in BUILTIN:
+            check_readable(path)
     model, _ = find_model(config.model)
     heads = model.num_heads, model.num_kv_heads
     check_model(config.sp, config.tp, *heads, model.intermediate_size)

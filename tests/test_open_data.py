@@ -4,11 +4,12 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from layout_runs import train
 
 from minitrain import corpus, dataset
 from minitrain.corpus import train_tokenizer
 from minitrain.model import ModelConfig
-from minitrain.setup import open_data
+from minitrain.setup import check_settings, open_data
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|endoftext|>\n' }}"
@@ -88,3 +89,12 @@ def test_a_model_directory_needs_data(tmp_path, chat_model):
     """Red when a pretrained model is trained on Python sources because --data was forgotten."""
     with pytest.raises(ValueError, match=r"needs --data: .txt, .* or stdlib or stdlib-chat"):
         opened(tmp_path, chat_model)
+
+
+@pytest.mark.parametrize("field", ["data", "eval_data"])
+def test_a_missing_file_is_named_before_anything_is_made(tmp_path, field):
+    """Red when a wrong path ends in an errno, or only after the run directory was made."""
+    config = train.TrainConfig(out=tmp_path / "run", **{field: (tmp_path / "nope.txt",)})
+    with pytest.raises(ValueError, match=r"nope.txt does not exist.*Check --data"):
+        check_settings(config, 1)
+    assert not config.out.exists()
