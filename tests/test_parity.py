@@ -126,7 +126,7 @@ def test_float32_is_told_from_a_wrong_formula(tmp_path):
 
 def test_own_settings_keep_their_defaults(tmp_path):
     """A field that an author added to TrainConfig, or removed, breaks the check."""
-    old = "    steps: int = 300\n"
+    old = "    steps: int = 500\n"
     new = "    my_setting: float = 0.5\n" + old
     assert sentences_of(tmp_path, DP, [WHOLE], old, new) == []
 
