@@ -28,6 +28,10 @@ COMMANDS = {
         f"python scripts/train.py {MAIN} --save-every 1"
     ),
     'pip install -e ".[test]" && pytest': ".ci/run",
+    "python scripts/train.py": "tests/test_readme.py",  # the first of these, without pip
+    "python scripts/bench.py": (
+        "python scripts/bench.py --rounds 1 --steps 1 --batch-size 4 --seq-len 64"
+    ),
     "python scripts/train.py --help": None,
     "python scripts/get_smollm2.py": "python scripts/get_smollm2.py --help",
     "python scripts/train.py --model models/smollm2 --data my_chat.jsonl --eval-data my_test.jsonl"
