@@ -10,8 +10,10 @@ Shapes: N tokens (rows x sequence), n those of a tile, D model.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,8 @@ def save_memory(
     """
     _check(activation_checkpointing, tile_tokens, device.kind)
     if activation_checkpointing != "none":
+        if device.kind == "cpu":
+            _give_back_at_once()
         on_host = activation_checkpointing == "offload" and device.kind == "cuda"
         model.run_block = _checkpointed(device, HostStore() if on_host else None)
     for block in model.model.layers if tile_tokens else ():
@@ -98,6 +102,17 @@ def _free_host_bytes() -> int:
         return int(found[0].split()[1]) * 1024
     except (OSError, IndexError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _give_back_at_once() -> None:
+    """Have glibc give freed tensors of 4 MiB and more back to the system; other C libraries:
+    nothing.
+
+    In its heap an aligned block that is freed is a little too small for the next of its size, so
+    the heap grows: SmolLM2-135M, 4,096 tokens, full: 3.9 GB, and 3.3 GB at 15 % fewer tokens/s.
+    """
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).mallopt(-3, 4 << 20)  # M_MMAP_THRESHOLD
 
 
 # Activation checkpointing
