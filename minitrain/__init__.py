@@ -1,7 +1,6 @@
 """minitrain: the building blocks of a training loop for causal language models.
 
-Put together in scripts/train.py. Each block is a module of its own; the names below are the public
-ones, importable from here.
+Put together in scripts/train.py. Each block is a module of its own; the public names are here.
 """
 
 from minitrain.bf16_optimizer import BF16Optimizer
@@ -30,39 +29,11 @@ from minitrain.tensor_parallel import (
 )
 from minitrain.ulysses import ulysses_attention
 
-__all__ = [
-    "Axis",
-    "BF16Optimizer",
-    "Batch",
-    "CausalLM",
-    "ColumnParallelLinear",
-    "Device",
-    "Mesh",
-    "ModelConfig",
-    "RowParallelLinear",
-    "ShardSpec",
-    "VocabParallelEmbedding",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "clip_grad_norm_",
-    "copy_to",
-    "count_tokens",
-    "cross_entropy_sum",
-    "gather_params",
-    "gather_state_dict",
-    "head_cross_entropy_sum",
-    "init_distributed",
-    "init_mesh",
-    "load_model",
-    "pick_device",
-    "reduce_from",
-    "reduce_gradients_",
-    "reduce_main_grads",
-    "reduce_scatter",
-    "run_ranks",
-    "save_model",
-    "shard_batch",
-    "shard_model",
-    "ulysses_attention",
-]
+__all__ = ["Axis", "Device", "Mesh", "ShardSpec", "init_distributed", "init_mesh", "pick_device"]
+__all__ += ["all_gather", "all_reduce", "all_to_all", "copy_to", "reduce_from", "reduce_scatter"]
+__all__ += ["CausalLM", "ModelConfig", "load_model", "run_ranks", "save_model"]
+__all__ += ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
+__all__ += ["gather_state_dict", "shard_model", "ulysses_attention"]
+__all__ += ["Batch", "count_tokens", "cross_entropy_sum", "head_cross_entropy_sum", "shard_batch"]
+__all__ += ["BF16Optimizer", "clip_grad_norm_", "gather_params", "reduce_gradients_"]
+__all__ += ["reduce_main_grads"]

@@ -57,8 +57,7 @@ def raise_together(error: Exception | None, host: Axis) -> None:
 class Interrupt:
     """SIGTERM and Ctrl-C ask for an end after the step; a second Ctrl-C ends at once.
 
-    A thread listens, as the main thread may be waiting in a collective, where Python runs no signal
-    handler.
+    A thread listens: in a collective, where the main thread may wait, Python runs no handler.
 
     asked    whether one has come to this process
     """
@@ -100,8 +99,7 @@ def broken_connection(error: RuntimeError) -> bool:
 
 
 def missing_ranks(seconds: float = ROLL_CALL_SECONDS) -> list[int]:
-    """Call the roll after a collective has failed: the ranks that do not answer in time, as they
-    died or hang.
+    """Call the roll after a collective has failed: the ranks that died or hang do not answer.
 
     Communicates   a key of each rank in the store that the ranks met at
     """

@@ -1,10 +1,8 @@
-"""Conversations to tokens, through the model's own chat template, with loss on what the assistant
-says.
+"""Conversations to tokens, by the model's own chat template, with loss on what the assistant says.
 
 The conversation is rendered whole and tokenized once, since a header tokenized apart from its
 content can come out as other tokens than the model sees when it is used. What is learnt is found
-by character: a token counts when it lies wholly within an assistant's content and the end token
-behind it.
+by character: a token counts when it lies wholly in an assistant's content and its end token.
 
 Three kinds of string that no row can contain (they hold random digits) carry the bookkeeping
 through the template: marks around what is learnt, guards for control tokens that a message merely

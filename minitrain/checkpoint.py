@@ -32,6 +32,7 @@ from minitrain.checkpoint_files import (
     write_pieces,
 )
 from minitrain.grad_reducer import gather_params
+from minitrain.log import progress
 from minitrain.mesh import Mesh, ShardSpec
 from minitrain.model_sharder import share_slices
 
@@ -173,7 +174,7 @@ def _load(path: Path, optimizer: BF16Optimizer, spec: ShardSpec, mesh: Mesh) -> 
         key, _, of = name.partition("/")
         keys[of].append(key)
     states = {}
-    for name, master in optimizer.masters.items():
+    for name, master in progress(optimizer.masters.items(), "resuming", mesh.rank):
         held, states[master] = _held(name, optimizer, spec, mesh), {}
         for key in keys[name]:
             found = index[f"{key}/{name}"]

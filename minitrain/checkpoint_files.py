@@ -1,5 +1,4 @@
-"""The files of a checkpoint: pieces of tensors as safetensors, and a manifest that vouches for
-every byte of them.
+"""The files of a checkpoint: pieces of tensors as safetensors, and a manifest of checksums.
 
     step-00000040/
       rank-00000.safetensors   what rank 0 wrote: flat pieces; which, says the header's metadata
@@ -60,8 +59,7 @@ class Piece:
 def overlaps(source: Piece, target: Piece) -> Iterator[tuple[int, int, int]]:
     """Yield the runs of elements that two pieces of a tensor have in common.
 
-    Their shares may differ in one dim. Returns (first in source, first in target, count), the
-    firsts counted from each piece's begin
+    Shares may differ in one dim. Returns (first in source, in target, from their begins; count).
     """
     runs = [(0, 0, source.share_numel)]
     if source.share != target.share:
@@ -71,10 +69,8 @@ def overlaps(source: Piece, target: Piece) -> Iterator[tuple[int, int, int]]:
         low, high = max(s0, t0), min(s1, t1)
         inner = prod(stop - start for start, stop in source.share[dim + 1 :])
         outer = prod(stop - start for start, stop in source.share[:dim])
-        starts = (
-            (i * (s1 - s0) + low - s0, i * (t1 - t0) + low - t0)
-            for i in range(outer if low < high else 0)
-        )
+        rows = range(outer if low < high else 0)
+        starts = ((i * (s1 - s0) + low - s0, i * (t1 - t0) + low - t0) for i in rows)
         runs = ((s * inner, t * inner, (high - low) * inner) for s, t in starts)
     for s, t, count in runs:
         first = max(s, source.begin, s + target.begin - t)
@@ -182,7 +178,10 @@ class PieceFile:
 def write_manifest(directory: Path, fields: dict) -> None:
     """Write the manifest last of all and wait until it is on the disk."""
     text = _manifest_text({"format": FORMAT, "version": VERSION, **fields})
-    write_durably(directory / MANIFEST, text)
+    with (directory / MANIFEST).open("wb") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
     fsync_directory(directory)
 
 
@@ -227,14 +226,6 @@ def damaged(file: Path, what: str) -> ValueError:
         f"{file} {what}: the checkpoint is damaged, and nothing of it is used. Copy it again, or "
         f"delete {file.parent} to go on from the checkpoint before it."
     )
-
-
-def write_durably(file: Path, content: bytes) -> None:
-    """Write a small file and wait until it is on the disk."""
-    with file.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def fsync_directory(directory: Path) -> None:

@@ -109,21 +109,17 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Join the ranks' slices along dim, in the order of the axis; the gradient is summed and sliced
-    back.
+    """Join the ranks' slices along dim, in the order of the axis; sum and slice the gradient.
 
-    Communicates   forward all-gather, backward reduce-scatter over axis, the whole tensor's bytes
-                   each
+    Communicates   forward all-gather, backward reduce-scatter over axis, each of the whole's bytes
     """
     return x if axis.size == 1 else _AllGather.apply(x, axis.group, dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Sum over the axis and keep this rank's slice along dim, whose size must be a multiple of the
-    axis.
+    """Sum over the axis, keep this rank's slice along dim, a multiple of the axis in size.
 
-    Communicates   forward reduce-scatter, backward all-gather over axis, the whole tensor's bytes
-                   each
+    Communicates   forward reduce-scatter, backward all-gather over axis, each of the whole's bytes
     """
     return x if axis.size == 1 else _ReduceScatter.apply(x, axis.group, dim)
 

@@ -8,6 +8,7 @@ import ast
 import hashlib
 import json
 import platform
+import sys
 import sysconfig
 import uuid
 from collections.abc import Iterable, Iterator
@@ -71,8 +72,7 @@ class Tokenizer:
     def load(cls, directory: Path) -> "Tokenizer":
         """Read tokenizer.json, and the names of eos and pad from tokenizer_config.json.
 
-        Without a name the eos id of config.json is taken. Raises ValueError when a file is
-        missing or no tokenizer.
+        Without a name the eos id is config.json's. ValueError: a file is missing or no tokenizer.
         """
         path = Path(directory) / "tokenizer.json"
         if not path.is_file():
@@ -112,7 +112,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    settings = {"vocab_size": vocab_size, "special_tokens": [EOS], "show_progress": False}
+    settings = {"vocab_size": vocab_size, "show_progress": sys.stderr.isatty()}
+    settings["special_tokens"] = [EOS]
     settings["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(texts, trainers.BpeTrainer(**settings))
     return Tokenizer(backend.to_str(), EOS)
@@ -166,8 +167,8 @@ def cached_tokenizer(texts: Iterable[str], directory: Path, vocab_size: int) -> 
 
 
 def stdlib_chat_rows() -> tuple[list[dict], list[dict]]:
-    """Make {"messages": [question, answer]} rows of public docstrings, each answer once: to train
-    on, and held out.
+    """Make {"messages": [question, answer]} rows of public docstrings: to train on, and held
+    out.
     """
     parts, seen = ([], []), set()
     for part, files in zip(parts, stdlib_documents()):

@@ -7,7 +7,10 @@ Shapes: B rows of the global batch, S tokens per row; lower case is this rank's 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +41,9 @@ class Batch:
         """Move what the model reads to the device. Documents stay on the host, where their lengths
         are read, except for devices that compile: see attention.py.
         """
-        tensors, documents = (self.input_ids, self.labels, self.position_ids), self.documents
+        tensors, documents = [self.input_ids, self.labels, self.position_ids], self.documents
+        if device.type == "cuda":  # copies from pinned memory do not wait
+            tensors = [x.pin_memory() for x in tensors]
         if documents is not None and device.type not in ("cpu", "cuda"):
             documents = documents.to(device)
         return Batch(*(x.to(device, non_blocking=True) for x in tensors), documents)
@@ -53,9 +58,7 @@ class Batch:
 
 
 def shift_labels(labels_BS: Tensor, position_ids_BS: Tensor) -> Tensor:
-    """Move each label to the position that predicts it; none crosses a document or the row's
-    end.
-    """
+    """Move each label to the position that predicts it; none leaves its document or row."""
     shifted = F.pad(labels_BS[:, 1:], (0, 1), value=IGNORE)
     starts_document = F.pad(position_ids_BS[:, 1:] == 0, (0, 1), value=True)
     return shifted.masked_fill(starts_document, IGNORE)
@@ -96,3 +99,31 @@ def shard_batch(rows, mesh: Mesh) -> Batch:
     if documents is not None:
         documents = mine(documents, torch.iinfo(torch.int32).max, cut=False)
     return Batch(mine(ids, 0), mine(labels, IGNORE), mine(positions, 0), documents)
+
+
+def one_ahead(items: Iterable) -> Iterator:
+    """Yield the items; a thread, which never keeps a process alive, makes the next meanwhile.
+
+    items    made on the host, without the global random state: both are the caller's too
+
+    Raises   what making an item raises, when it is the item's turn
+    """
+    items, asked, made, end = iter(items), SimpleQueue(), SimpleQueue(), object()
+
+    def make() -> None:
+        while asked.get():
+            try:
+                made.put((next(items, end), None))
+            except BaseException as error:
+                made.put((end, error))
+
+    Thread(target=make, daemon=True).start()
+    asked.put(True)
+    try:
+        while (answer := made.get())[0] is not end:
+            asked.put(True)
+            yield answer[0]
+        if answer[1]:
+            raise answer[1]
+    finally:
+        asked.put(False)  # ends the thread

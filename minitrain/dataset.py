@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from minitrain.documents import IGNORE, Documents, check_readable, read_documents
+from minitrain.log import progress
 from minitrain.packing import lay_out, lay_out_token_file
 
 TOKEN_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -47,9 +48,10 @@ class Dataset:
     summary    one line for the start of a run
     """
 
-    def __init__(self, sources, seq_len, *, pack, shuffle, seed, pad_id, vocab_size, notes):
+    def __init__(self, sources, seq_len, *, pack, shuffle, seed, pad_id, vocab_size, notes, quiet):
         self.sources, self.seq_len, self.pack = sources, seq_len, pack
         self.shuffle, self.seed, self.pad_id, self.vocab_size = shuffle, seed, pad_id, vocab_size
+        self.quiet = quiet
         self.ends = np.cumsum([source.num_rows for source in sources])
         self.num_rows = int(self.ends[-1])
         self.summary = "; ".join([_summary(sources, seq_len), *notes])
@@ -81,8 +83,7 @@ class Dataset:
     def row_numbers(self, step: int, batch_size: int) -> np.ndarray:
         """Return which rows make up the global batch of step `step`.
 
-        Rows form one endless stream, epoch after epoch, each epoch in a fresh order; a step takes
-        the next batch_size of it.
+        Rows are an endless stream, each epoch in a fresh order; a step takes the next batch_size.
         """
         stream = np.arange(step * batch_size, (step + 1) * batch_size)
         epochs, places = np.divmod(stream, self.num_rows)
@@ -93,7 +94,7 @@ class Dataset:
 
     def evaluation_batches(self, batch_size: int) -> Iterator[Rows]:
         """Yield each row once, in file order; rows of padding complete the last batch."""
-        for begin in range(0, self.num_rows, batch_size):
+        for begin in progress(range(0, self.num_rows, batch_size), "evaluating", self.quiet):
             indices = np.arange(begin, begin + batch_size)
             yield self.rows(np.where(indices < self.num_rows, indices, -1))
 
@@ -152,6 +153,7 @@ def open_dataset(
     pad_id = tokenizer.pad_id if tokenizer is not None else 0
     pad_id = pad_id if pad_id < (vocab_size or 2**31) else 0  # any id will do: no document sees it
     settings = {"pack": pack, "shuffle": shuffle, "seed": seed, "vocab_size": vocab_size}
+    settings["quiet"] = quiet
     return Dataset(sources, seq_len, pad_id=pad_id, notes=notes, **settings)
 
 

@@ -247,11 +247,9 @@ def _check_token_row(ids: object, labels: object) -> tuple[list, list | None]:
     for name, values in (("input_ids", ids), ("labels", ids if labels is None else labels)):
         whole = isinstance(values, list) and values and all(type(v) is int for v in values)
         _check(whole, f"{name} must be a list of at least one whole number", values)
-    same, found = (
-        len(ids) == len(labels or ids),
-        f"{len(ids)} input_ids, {len(labels or ids)} labels",
-    )
-    _check(same, "each of input_ids must have a label, not yet shifted", found)
+    counts = len(ids), len(labels or ids)
+    found = "{} input_ids, {} labels".format(*counts)
+    _check(counts[0] == counts[1], "each of input_ids must have a label, not yet shifted", found)
     return ids, labels
 
 
@@ -262,11 +260,8 @@ def _as_ids(name: str, values: list, vocab_size: int | None) -> np.ndarray:
     if name == "labels":
         wrong &= array != IGNORE
     also = " (or -100 for no loss)" if name == "labels" else ""
-    _check(
-        not wrong.any(),
-        f"{name} must be ids from 0 to {limit - 1}{also}",
-        array[wrong].tolist()[:1],
-    )
+    rule = f"{name} must be ids from 0 to {limit - 1}{also}"
+    _check(not wrong.any(), rule, array[wrong].tolist()[:1])
     return array.astype(np.int32)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from importlib.util import find_spec
 
 import torch
@@ -57,6 +58,18 @@ def check_environment(kind: str, kinds: tuple[str, ...], dtype: str = "") -> Non
             f"precision must come from --dtype alone, but {' and '.join(narrowing)} is set: it "
             "makes float32 tensors 16 bits wide while they still say float32. Unset it and pass "
             "--dtype bf16, which keeps float32 where it matters."
+        )
+
+
+def check_compiler(kind: str) -> None:
+    """Refuse --compile without the compiler that torch calls for cpu and cuda; ValueError."""
+    on_cuda = kind == "cuda" or (kind == "auto" and torch.cuda.is_available())
+    name, usual = ("CC", "gcc") if on_cuda else ("CXX", "g++")
+    compiler = os.environ.get(name, usual)
+    if kind in ("auto", "cpu", "cuda") and not has_neuron() and not shutil.which(compiler):
+        raise ValueError(
+            f"--compile needs a {'C' if on_cuda else 'C++'} compiler, but there is no {compiler}. "
+            f"Install one, set {name} to its path, or leave out --compile."
         )
 
 

@@ -3,8 +3,7 @@
 The model is not changed for it: while tokens are generated, the attention layers' pluggable `core`
 is one that remembers the keys and values of earlier positions.
 
-Shapes: B rows (here 1), S sequence, H query heads, G kv heads, K head size, V vocabulary; s is the
-new positions.
+Shapes: B rows (here 1), S positions, s new ones, H query heads, G kv heads, K head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ def stream_tokens(
 def cached_attention(model: CausalLM, max_length: int) -> Iterator[None]:
     """Within it, the model evaluates, and each call continues the rows of the call before.
 
-    max_length   positions to make room for; the cache takes 2 * G * K * max_length elements a layer
-                 and row
+    max_length   positions to make room for: 2 * G * K * max_length elements a layer and row
     """
     layers = [module for module in model.modules() if hasattr(module, "core")]
     before, was_training = [layer.core for layer in layers], model.training

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from minitrain.agreement import host_axis, raise_together
 from minitrain.families import config_fields, parse_config
+from minitrain.log import progress
 from minitrain.mesh import Mesh, ShardSpec, check_model
 from minitrain.model import CausalLM, ModelConfig
 from minitrain.model_sharder import fill_weights, random_weights, shard_model, whole_tensor
@@ -116,7 +117,8 @@ def load_model(
         model = CausalLM(config)
     spec = shard_model(model, mesh, split_activations=split_activations)
     read = random_weights(config, spec.shapes, seed) if files is None else tensor_reader(files)
-    fill_weights(model, spec, mesh, device, dtype, read)
+    with progress(len(spec), "weights", mesh.rank) as bar:
+        fill_weights(model, spec, mesh, device, dtype, lambda *x: (read(*x), bar.update())[0])
     return model, spec
 
 
@@ -169,7 +171,7 @@ def save_model(
             tokenizer.save(part)
 
     def whole_files() -> Iterator[tuple[str, dict[str, Tensor]]]:
-        for file, names in files.items():
+        for file, names in progress(files.items(), "saving", mesh.rank):
             tensors = {}
             for name in names:
                 whole = whole_tensor(name, model.get_parameter(name).to(dtype), spec, mesh)

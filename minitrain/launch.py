@@ -68,9 +68,7 @@ def _fresh_store(rank: int, world_size: int) -> dist.Store:
 
 
 def set_timeout(seconds: float) -> None:
-    """Let collectives fail after this long, once training runs; start-up has a longer time-out of
-    its own.
-    """
+    """Let collectives fail after this long, once training runs; start-up has a longer time-out."""
     if dist.is_initialized():
         for group in list(dist.distributed_c10d._world.pg_map):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -93,9 +91,7 @@ def run_ranks(fn: Callable, world_size: int, *args, timeout_s: float = 60) -> li
     Raises      RuntimeError with each failing rank's traceback; the others are then ended.
                 TimeoutError
     """
-    method = (
-        "fork" if sys.platform == "linux" else "spawn"
-    )  # fork also carries functions of a notebook
+    method = "fork" if sys.platform == "linux" else "spawn"  # fork also carries a notebook's fn
     context = multiprocessing.get_context(method)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -104,9 +100,8 @@ def run_ranks(fn: Callable, world_size: int, *args, timeout_s: float = 60) -> li
         pipes, processes = [], []
         for rank in range(world_size):
             receive, send = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main, args=(send, rank, world_size, store, fn, args)
-            )
+            given = (send, rank, world_size, store, fn, args)
+            process = context.Process(target=_rank_main, args=given)
             process.start()
             send.close()
             pipes.append(receive)

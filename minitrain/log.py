@@ -19,8 +19,7 @@ from tqdm import tqdm
 class RunLog:
     """Rank 0's bar, step lines and metrics.jsonl; on other ranks every method does nothing.
 
-    On a terminal there is a bar. Elsewhere every log_every-th step is a line on stdout, as is every
-    step whose update was skipped.
+    On a terminal there is a bar, elsewhere a line on stdout every log_every steps; and for a skip.
 
     out          run directory, made if need be; None: nothing is written
     rank         of all processes; only 0 speaks and writes
@@ -76,9 +75,7 @@ class RunLog:
             self._end_bar()
 
     def evaluation(self, record: dict) -> None:
-        """Log one evaluation: {"step", "eval_loss", "eval_tokens"}, said and in metrics.jsonl,
-        where each step has at most one.
-        """
+        """Log {"step", "eval_loss", "eval_tokens"}; metrics.jsonl has at most one of a step."""
         if not self.speaks:
             return
         if record["step"] not in self.evaluated:

@@ -119,8 +119,7 @@ class LoRALinear(nn.Module):
     def _drop(self, x_bsi: Tensor) -> Tensor:
         """Set some inputs to zero, the same ones on every tp: a mask is drawn for the whole width.
 
-        From the device's own generator, which seed_dropout sets and activation checkpointing
-        restores.
+        From the device's generator: seed_dropout sets it, activation checkpointing restores it.
         """
         parts = self.tp.size if isinstance(self.layer[0], RowParallelLinear) else 1
         *rows, width = x_bsi.shape
@@ -233,9 +232,7 @@ def seed_dropout(seed: int, step: int, mesh: Mesh) -> None:
 
 
 def _random_factor(name: str, config: LoRAConfig, num_in: int) -> Tensor:
-    """A's start, uniform within 1 / sqrt(in), drawn on the host from seed and name: the same on
-    every layout.
-    """
+    """A's start, uniform within 1 / sqrt(in), from seed and name alone: alike on every layout."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
     bound = num_in**-0.5
     return torch.empty(config.rank, num_in).uniform_(-bound, bound, generator=generator)

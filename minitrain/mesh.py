@@ -5,8 +5,7 @@ tp is fastest (neighbours), then sp, then dp. With 8 ranks, sp 2, tp 2:
     dp 0 | sp 0: ranks 0 1 | sp 1: ranks 2 3
     dp 1 | sp 0: ranks 4 5 | sp 1: ranks 6 7
 
-All ranks along tp see the same tokens, ranks along sp consecutive slices of the same rows, ranks
-along dp other rows.
+Ranks along tp see the same tokens, along sp consecutive slices of the same rows, along dp others.
 """
 
 from __future__ import annotations

@@ -112,9 +112,7 @@ def lay_out_token_file(tokens: np.memmap, header: dict, seq_len: int, pack: bool
 
 
 def _cut(begins: np.ndarray, lengths: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut documents into pieces of at most seq_len; a last piece of one token, which would have
-    nothing to predict, is left out.
-    """
+    """Cut documents into pieces of at most seq_len; a last piece of one token is left out."""
     pieces = np.maximum(1, -(-(lengths - 1) // seq_len))
     number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     left = np.repeat(lengths, pieces) - number * seq_len

@@ -1,9 +1,11 @@
-"""What a run says and leaves: the record of a step, the words at the end, the final weights."""
+"""What a run says and leaves: records of steps, a profile, last words, the final weights."""
 
 from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -15,11 +17,11 @@ from minitrain.dataset import Dataset
 from minitrain.environment import precompiling
 from minitrain.generate import generate
 from minitrain.huggingface import save_model
-from minitrain.log import read_metrics
+from minitrain.log import RunLog, read_metrics
 from minitrain.lora import base_spec
 from minitrain.mesh import Mesh, ShardSpec
 from minitrain.model import CausalLM, ModelConfig, flops_per_token
-from minitrain.setup import lora_config
+from minitrain.setup import PROFILE_WARM_UP, lora_config
 from minitrain.text_plot import text_plot
 
 PROMPT_TOKENS, NEW_TOKENS = 48, 64
@@ -79,6 +81,30 @@ def step_record(
     return record
 
 
+def profiled(steps: Iterable, config, mesh: Mesh, log: RunLog) -> Iterator:
+    """Go through a loop's steps; of --profile many, after two, leave what every rank did in out/.
+
+    profile-0.json.gz   every call, operator and kernel; opened by https://ui.perfetto.dev
+    memory-0.pickle     on cuda: allocations since the first step; https://pytorch.org/memory_viz
+
+    The time of the step after them includes the writing of the files.
+    """
+    steps = iter(steps)
+    if config.profile:
+        on_cuda, file = mesh.device.kind == "cuda", config.out / f"profile-{mesh.rank}.json.gz"
+        if on_cuda:
+            torch.cuda.memory._record_memory_history()
+        yield from islice(steps, PROFILE_WARM_UP)
+        with torch.profiler.profile(with_stack=True) as profile:
+            yield from islice(steps, config.profile)
+        profile.export_chrome_trace(str(file))
+        log.say(f"profile: {file}; open it at https://ui.perfetto.dev")
+        if on_cuda:
+            torch.cuda.memory._dump_snapshot(config.out / f"memory-{mesh.rank}.pickle")
+            torch.cuda.memory._record_memory_history(enabled=None)
+    yield from steps
+
+
 @torch.no_grad()
 def final_words(model: CausalLM, tokenizer, rows: Dataset, config, mesh: Mesh) -> str:
     """What to say at the end: a continuation of a held-out prompt (one process only), the loss
@@ -117,8 +143,7 @@ def save_final(
 ) -> None:
     """Write out/final: a Hugging Face directory, or with LoRA an adapter's.
 
-    model_dir   what the model was made from. An adapter of random weights, where it is None, gets
-                its base too, as out/base
+    model_dir   what the model was made from; None: an adapter also gets its base, as out/base
     """
     final, base = config.out / "final", model_dir or config.out / "base"
     if config.lora_rank:

@@ -1,6 +1,4 @@
-"""The learning rate as a function of the updates made, computed on the device: it never recompiles
-or waits.
-"""
+"""The learning rate as a function of the updates made, on the device: it never waits."""
 
 from __future__ import annotations
 

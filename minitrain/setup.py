@@ -24,14 +24,8 @@ from minitrain.corpus import BUILTIN, Tokenizer, builtin_data, cached_tokenizer
 from minitrain.dataset import Dataset, open_dataset
 from minitrain.device import Device
 from minitrain.documents import check_readable, sample_texts
-from minitrain.environment import notes
-from minitrain.huggingface import (
-    has_weights,
-    inspect_model,
-    load_model,
-    read_config,
-    resolve_model,
-)
+from minitrain.environment import check_compiler, notes
+from minitrain.huggingface import has_weights, inspect_model, load_model, read_config, resolve_model
 from minitrain.launch import launched_rank, launched_world_size
 from minitrain.log import RunLog
 from minitrain.lora import LoRAConfig, adapted_layers, add_lora
@@ -40,6 +34,7 @@ from minitrain.mesh import Mesh, ShardSpec, check_layout, check_model
 from minitrain.model import CausalLM, ModelConfig
 from minitrain.resume import Checkpoints
 
+PROFILE_WARM_UP = 2  # steps before those that --profile looks at
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 # Shapes to train from scratch; "tiny" is the main job's, 3.8 million parameters. The numbers:
@@ -65,7 +60,7 @@ def check_settings(config, world_size: int) -> None:
     """
     dp = check_layout(world_size, config.sp, config.tp)
     positive = "steps batch_size micro_batch_size lr max_grad_norm log_every keep_last"
-    not_negative = "warmup_steps weight_decay eval_every save_every adam_eps seed"
+    not_negative = "warmup_steps weight_decay eval_every save_every adam_eps seed profile"
     for name in f"{positive} timeout_minutes {not_negative}".split():
         value, flag = getattr(config, name), "--" + name.replace("_", "-")
         if not (value >= 0 if name in not_negative.split() else value > 0):
@@ -88,6 +83,13 @@ def check_settings(config, world_size: int) -> None:
             f"dp {dp} * {config.micro_batch_size} = {unit}. Pass --batch-size "
             f"{-(-config.batch_size // unit) * unit}, or a smaller --micro-batch-size."
         )
+    if config.profile and config.steps < (needed := PROFILE_WARM_UP + config.profile):
+        raise ValueError(
+            f"--profile {config.profile} needs {needed} steps, {PROFILE_WARM_UP} of them to warm "
+            f"up, but --steps is {config.steps}. Pass --steps {needed}, or a smaller --profile."
+        )
+    if config.compile:
+        check_compiler(config.device)
     for path in (*config.data, *config.eval_data):
         if str(path) not in BUILTIN:
             check_readable(path)
@@ -153,16 +155,18 @@ def open_data(
     if launched_rank() != 0:
         device.barrier()
     files = list(config.data) or ([Path("stdlib")] if model_dir is None else [])
-    held_out, tokenizer, chat = list(config.eval_data), None, None
-    cache = config.out / "cache"
+    tokenizer, chat, cache = None, None, config.out / "cache"
     cache.mkdir(parents=True, exist_ok=True)
     if not files:
         kinds = f".txt, .jsonl or .bin files, or {' or '.join(BUILTIN)}"
         raise ValueError(f"--model {config.model} needs --data: {kinds}.")
-    if str(files[0]) in BUILTIN:
-        log.say(f"data: {files[0]}, made of Python {platform.python_version()}'s own sources")
-        train_file, held_out_file = builtin_data(str(files[0]), cache)
-        files, held_out = [train_file], held_out or [held_out_file]
+    made = dict.fromkeys(f for f in (*files, *config.eval_data) if str(f) in BUILTIN)
+    for name in made:
+        log.say(f"data: {name}, made of Python {platform.python_version()}'s own sources")
+        made[name] = builtin_data(str(name), cache)
+    held_out = [made[f][1] if f in made else f for f in config.eval_data]
+    held_out = held_out or [made[f][1] for f in files if f in made]
+    files = [made[f][0] if f in made else f for f in files]
     if model_dir is None and (texts := list(sample_texts(files))):
         tokenizer = cached_tokenizer(texts, cache, model_config.vocab_size)
         megabytes = sum(map(len, texts)) / 1e6

