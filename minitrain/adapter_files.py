@@ -174,10 +174,9 @@ def save_adapter(
         tensor = whole_tensor(name, param, shard_spec, mesh)
         whole[f"{PREFIX}{name}.weight"] = tensor.cpu().contiguous()
     fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": config.rank}
-    fields |= {"lora_alpha": config.alpha, "lora_dropout": config.dropout}
+    fields |= {"lora_alpha": config.alpha, "lora_dropout": config.dropout, "fan_in_fan_out": False}
     fields |= {"use_rslora": config.rslora, "target_modules": list(config.targets)}
-    fields |= {"base_model_name_or_path": str(Path(base).resolve())}
-    fields |= {"fan_in_fan_out": False, "inference_mode": True}
+    fields |= {"base_model_name_or_path": str(Path(base).resolve()), "inference_mode": True}
     write_directory(path, [(WEIGHTS, whole)], {CONFIG: fields}, mesh, names={CONFIG})
 
 

@@ -178,9 +178,8 @@ class PieceFile:
 def write_manifest(directory: Path, fields: dict) -> None:
     """Write the manifest last of all and wait until it is on the disk."""
     text = _manifest_text({"format": FORMAT, "version": VERSION, **fields})
-    with (directory / MANIFEST).open("wb") as stream:
-        stream.write(text)
-        stream.flush()
+    with (directory / MANIFEST).open("wb", buffering=0) as stream:
+        _write(stream, memoryview(text))
         os.fsync(stream.fileno())
     fsync_directory(directory)
 

@@ -153,8 +153,7 @@ def open_dataset(
     pad_id = tokenizer.pad_id if tokenizer is not None else 0
     pad_id = pad_id if pad_id < (vocab_size or 2**31) else 0  # any id will do: no document sees it
     settings = {"pack": pack, "shuffle": shuffle, "seed": seed, "vocab_size": vocab_size}
-    settings["quiet"] = quiet
-    return Dataset(sources, seq_len, pad_id=pad_id, notes=notes, **settings)
+    return Dataset(sources, seq_len, pad_id=pad_id, notes=notes, quiet=quiet, **settings)
 
 
 def read_token_file(path: Path, vocab_size: int | None = None) -> tuple[np.memmap, dict]:

@@ -149,13 +149,6 @@ def save_final(
     if config.lora_rank:
         save_adapter(final, model, lora_config(config), shard_spec, mesh, base)
     if not config.lora_rank or model_dir is None:
-        save_model(
-            base if config.lora_rank else final,
-            model,
-            model.config,
-            base_spec(shard_spec),
-            mesh,
-            dtype=model.lm_head.weight.dtype,
-            source_dir=model_dir,
-            tokenizer=tokenizer,
-        )
+        path, dtype = base if config.lora_rank else final, model.lm_head.weight.dtype
+        made_of = {"source_dir": model_dir, "tokenizer": tokenizer}
+        save_model(path, model, model.config, base_spec(shard_spec), mesh, dtype=dtype, **made_of)

@@ -231,14 +231,10 @@ def make_model(config, mesh: Mesh) -> tuple[CausalLM, ShardSpec, Path | None]:
               the directory when it has them, else random
     """
     model_config, directory = find_model(config.model)
-    model, spec = load_model(
-        directory if directory and has_weights(directory) else model_config,
-        mesh,
-        mesh.device.torch_device,
-        DTYPES[config.dtype],
-        seed=config.seed,
-        split_activations=config.tp_split_activations,
-    )
+    source = directory if directory and has_weights(directory) else model_config
+    where = mesh, mesh.device.torch_device, DTYPES[config.dtype]
+    split = config.tp_split_activations
+    model, spec = load_model(source, *where, seed=config.seed, split_activations=split)
     if is_adapter(config.model):
         load_adapter(config.model, model, mesh, spec, dropout=config.lora_dropout)
     elif config.lora_rank:
