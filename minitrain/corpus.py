@@ -8,7 +8,6 @@ import ast
 import hashlib
 import json
 import platform
-import sys
 import sysconfig
 import uuid
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,8 @@ from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from minitrain.log import progress
 
 EOS = "<|endoftext|>"
 SKIPPED_PARTS = {
@@ -112,10 +113,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    settings = {"vocab_size": vocab_size, "show_progress": sys.stderr.isatty()}
-    settings["special_tokens"] = [EOS]
+    settings = {"vocab_size": vocab_size, "special_tokens": [EOS], "show_progress": False}
     settings["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(texts, trainers.BpeTrainer(**settings))
+    backend.train_from_iterator(progress(texts, "tokenizer"), trainers.BpeTrainer(**settings))
     return Tokenizer(backend.to_str(), EOS)
 
 

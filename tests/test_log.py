@@ -3,12 +3,22 @@
 import io
 import json
 import math
+import re
 import resource
 import sys
+from functools import partial
 
 import pytest
+import torch
+from conftest import tiny_config
 
+from minitrain.bf16_optimizer import BF16Optimizer
+from minitrain.checkpoint import load_checkpoint, save_checkpoint
+from minitrain.corpus import train_tokenizer
+from minitrain.dataset import open_dataset
+from minitrain.huggingface import load_model, save_model
 from minitrain.log import RunLog, progress, read_metrics
+from minitrain.mesh import Mesh
 from minitrain.text_plot import text_plot
 
 
@@ -183,6 +193,37 @@ def test_progress_is_quiet_without_terminal(capsys, monkeypatch):
     assert terminal.getvalue() == ""
     list(progress(range(3), "reading"))
     assert "reading" in terminal.getvalue()
+
+
+def test_long_operations_have_bars(tmp_path, monkeypatch):
+    """Red when tokenizing, reading or writing weights, evaluating or resuming shows no bar, or one
+    that another rank or a log file sees.
+    """
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    mesh, cpu, config = Mesh(), torch.device("cpu"), tiny_config()
+    (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2, 3]}\n' * 9)
+
+    def bars(action) -> set[str]:
+        terminal.truncate(0)
+        action()
+        return set(re.findall(r"([a-z]+):", terminal.getvalue()))
+
+    assert bars(lambda: train_tokenizer(["one text", "another"], 300)) == {"tokenizer"}
+    read = partial(open_dataset, [tmp_path / "rows.jsonl"], None, 4)
+    assert bars(read) == {"tokenizing"} and bars(partial(read, quiet=True)) == set()
+    data = read()
+    assert bars(lambda: list(data.evaluation_batches(2))) == {"evaluating"}
+    data = read(quiet=True)
+    assert bars(lambda: list(data.evaluation_batches(2))) == set()
+    assert bars(lambda: load_model(config, mesh, cpu, torch.float32)) == {"weights"}
+    model, spec = load_model(config, mesh, cpu, torch.float32)
+    write = partial(save_model, tmp_path / "m", model, config, spec, mesh, dtype=torch.float32)
+    assert bars(write) == {"saving"}
+    assert bars(lambda: load_model(tmp_path / "m", mesh, cpu, torch.float32)) == {"weights"}
+    optimizer = BF16Optimizer(model.named_parameters(), torch.optim.AdamW)
+    save_checkpoint(tmp_path / "c", 1, optimizer, spec, mesh)
+    assert bars(lambda: load_checkpoint(tmp_path / "c", optimizer, spec, mesh)) == {"resuming"}
 
 
 def test_text_plot_puts_points_where_they_are():

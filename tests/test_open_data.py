@@ -85,6 +85,24 @@ def test_stdlib_chat_goes_through_the_models_template(tmp_path, chat_model):
         opened(tmp_path, data=(corpus.Path("stdlib-chat"),))
 
 
+def test_built_in_names_work_anywhere(tmp_path):
+    """Red when a file beside stdlib is not trained on, or stdlib after a file or as held-out rows
+    is looked for as a file.
+    """
+    (tmp_path / "a.txt").write_text("zyzzyva quokka " * 20)
+    own, stdlib = tmp_path / "a.txt", corpus.Path("stdlib")
+    both = [opened(tmp_path / "o", data=data) for data in ((own, stdlib), (stdlib, own))]
+    for tokenizer, rows, held_out, said in both:
+        batch = rows.rows(range(rows.num_rows))
+        text = tokenizer.decode(batch.input_ids.ravel())
+        assert "quokka" in text and DOCSTRING in text and DOCSTRING.swapcase() not in text
+        assert held_out.num_rows == both[0][2].num_rows and said[0].startswith("data: stdlib, made")
+    tokenizer, _, held_out, said = opened(tmp_path / "o", data=(own,), eval_data=(stdlib,))
+    text = tokenizer.decode(held_out.rows(range(held_out.num_rows)).input_ids.ravel())
+    assert DOCSTRING.swapcase() in text and DOCSTRING not in text
+    assert sum(line.startswith("data: ") for line in said) == 1
+
+
 def test_a_model_directory_needs_data(tmp_path, chat_model):
     """Red when a pretrained model is trained on Python sources because --data was forgotten."""
     with pytest.raises(ValueError, match=r"needs --data: .txt, .* or stdlib or stdlib-chat"):
