@@ -140,15 +140,13 @@ def load_adapter(
             )
     short = replace(config, targets=tuple(dict.fromkeys(n.rpartition(".")[2] for n, _ in found)))
     whole = adapted_layers(shapes, config)
-    config = short if adapted_layers(shapes, short) == whole else config
-    config = replace(config, dropout=dropout)
+    config = replace(short if adapted_layers(shapes, short) == whole else config, dropout=dropout)
     add_lora(model, config, mesh, shard_spec)
     params = lora_parameters(model)
     read = tensor_reader({f"{PREFIX}{name}.weight": file for name in params})
     with torch.no_grad():
         for name, param in params.items():
-            slices = share_slices(name, shard_spec, mesh)
-            param.copy_(read(f"{PREFIX}{name}.weight", slices))
+            param.copy_(read(f"{PREFIX}{name}.weight", share_slices(name, shard_spec, mesh)))
     return config
 
 

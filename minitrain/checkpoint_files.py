@@ -89,8 +89,7 @@ def write_pieces(file: Path, pieces: dict[str, tuple[Tensor, Piece]]) -> dict:
     Raises    OSError when there is no room
     """
     described = {name: astuple(piece) for name, (_, piece) in pieces.items()}
-    header: dict = {"__metadata__": {"pieces": json.dumps(described)}}
-    end = 0
+    header, end = {"__metadata__": {"pieces": json.dumps(described)}}, 0
     for name, (tensor, _) in pieces.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
         dtype, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
@@ -193,8 +192,7 @@ def read_manifest(directory: Path) -> dict:
     try:
         text = file.read_bytes()
         fields = json.loads(text)
-        known = fields["format"] == FORMAT
-        version = int(fields["version"])
+        known, version = fields["format"] == FORMAT, int(fields["version"])
     except FileNotFoundError:
         raise damaged(file, "is missing") from None
     except (ValueError, KeyError, TypeError):

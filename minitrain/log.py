@@ -12,8 +12,23 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from threading import RLock
 
 from tqdm import tqdm
+
+
+class Bar(tqdm):
+    """tqdm without its lock, which a forked rank takes from all others when it is killed, and
+    without its thread, which may hold that lock during a fork.
+    """
+
+    monitor_interval = 0
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, miniters=1, dynamic_ncols=True, **settings)
+
+
+Bar.set_lock(RLock())
 
 
 class RunLog:
@@ -61,8 +76,7 @@ class RunLog:
         self.first = self.first or (step, time.monotonic())
         if sys.stderr.isatty():
             # The bar begins at the first step, so that its rate does not count what came before.
-            settings = {"initial": step, "unit": " steps", "dynamic_ncols": True}
-            self.bar = self.bar or tqdm(total=self.total_steps, **settings)
+            self.bar = self.bar or Bar(total=self.total_steps, initial=step, unit=" steps")
             self.bar.set_postfix_str(", ".join(figures), refresh=False)
             self.bar.update(step - self.bar.n)
         if record.get("skipped"):
@@ -166,7 +180,7 @@ def read_metrics(path: Path) -> list[dict]:
     return records
 
 
-def progress(iterable_or_total: Iterable | int, what: str, rank: int = 0) -> tqdm:
+def progress(iterable_or_total: Iterable | int, what: str, rank: int = 0) -> Bar:
     """Show a long operation's progress on rank 0's terminal; quiet when stderr is none.
 
     iterable_or_total   what to go through; or a count, to be moved on by .update(n)
@@ -175,7 +189,7 @@ def progress(iterable_or_total: Iterable | int, what: str, rank: int = 0) -> tqd
     is_count = isinstance(iterable_or_total, int)
     settings = {"total" if is_count else "iterable": iterable_or_total, "desc": what}
     hidden = rank != 0 or not sys.stderr.isatty()
-    return tqdm(**settings, disable=hidden, dynamic_ncols=True, leave=False)
+    return Bar(**settings, disable=hidden, leave=False)
 
 
 def _figures(record: dict) -> list[str]:

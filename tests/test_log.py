@@ -3,9 +3,12 @@
 import io
 import json
 import math
+import os
 import re
 import resource
+import signal
 import sys
+import threading
 from functools import partial
 
 import pytest
@@ -193,6 +196,22 @@ def test_progress_is_quiet_without_terminal(capsys, monkeypatch):
     assert terminal.getvalue() == ""
     list(progress(range(3), "reading"))
     assert "reading" in terminal.getvalue()
+
+
+def test_a_killed_rank_takes_no_bar_with_it():
+    """Red when bars share a lock with forked ranks, which one that is killed keeps for ever, or
+    start a thread, whose locks a fork copies as they are.
+    """
+    threads = threading.active_count()
+    lock = progress(range(2), "here").get_lock()
+    assert threading.active_count() == threads
+    child = os.fork()
+    if child == 0:
+        progress(1, "there").get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert lock.acquire(True, 5)
+    lock.release()
 
 
 def test_long_operations_have_bars(tmp_path, monkeypatch):
