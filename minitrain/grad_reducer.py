@@ -8,6 +8,7 @@ sharded.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -54,13 +55,15 @@ def reduce_main_grads(optimizer: BF16Optimizer, axis: Axis) -> dict[str, Tensor]
 
     Returns        optimizer.grads: name -> complete gradient, or this rank's piece of it when the
                    optimizer is sharded
-    Communicates   over axis: all-reduce of the float32 gradients, or reduce-scatter when sharded
+    Communicates   over axis: all-reduce of the float32 gradients, or reduce-scatters when sharded
     """
     buffer, mains = optimizer.buffer, list(optimizer.main_grads.values())
     if optimizer.num_shards == 1:
         reduce_gradients_(mains if buffer is None else [buffer], axis)
     elif buffer is not None:
-        optimizer.shard_buffer.copy_(axis.group.reduce_scatter(buffer, 0)[0])
+        width = BUCKET_NUMEL // optimizer.num_shards  # in slices: gloo copies what it is given
+        for mine, part in zip(optimizer.shard_buffer.split(width), buffer.split(width, 1)):
+            mine.copy_(axis.group.reduce_scatter(part, 0)[0])
     else:
         mine = axis.group.reduce_scatter(torch.cat(mains, 1), 0)[0]
         for grad, part in zip(optimizer.grads.values(), mine.split([g.shape[1] for g in mains])):
@@ -73,13 +76,16 @@ def gather_params(optimizer: BF16Optimizer, axis: Axis) -> None:
     """Give every rank the whole updated parameters, rounded to the model's dtype; nothing to do
     when not sharded.
 
-    Communicates   all-gather over axis of the model's parameters in their own dtype
+    Communicates   all-gathers over axis of the model's parameters in their own dtype, in buckets
     """
     if optimizer.num_shards == 1:
         return
-    params = list(optimizer.params.values())
-    mine = torch.cat([m.detach().to(params[0].dtype) for m in optimizer.masters.values()])
-    whole = axis.group.all_gather(mine[None], 0)  # [num_shards, n]
-    sizes = [m.numel() for m in optimizer.masters.values()]
-    for param, pieces in zip(params, whole.split(sizes, 1)):
-        param.copy_(pieces.reshape(-1)[: param.numel()].view_as(param))
+    params, masters = list(optimizer.params.values()), list(optimizer.masters.values())
+    while params:
+        total = itertools.accumulate(p.numel() for p in params)
+        count = max(1, sum(size <= BUCKET_NUMEL for size in total))
+        mine = torch.cat([m.detach().to(params[0].dtype) for m in masters[:count]])
+        whole = axis.group.all_gather(mine[None], 0)  # [num_shards, n]
+        for param, pieces in zip(params, whole.split([m.numel() for m in masters[:count]], 1)):
+            param.copy_(pieces.reshape(-1)[: param.numel()].view_as(param))
+        params, masters = params[count:], masters[count:]

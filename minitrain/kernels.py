@@ -1,14 +1,18 @@
 """Functions whose backward pass is written out, so that it keeps their inputs and nothing else.
 
 Autograd would keep every step between: for the norm four times as much, for SwiGLU a third more.
-Shapes: any, the last dimension D model or F feed-forward.
+Shapes: any, the last dimension D model or F feed-forward; N vectors, n of them in a part.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+PART = 1024  # vectors
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -16,27 +20,45 @@ def exact_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _in_parts(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> list[Tensor]:
+    """function(vectors of each tensor), on cpu PART at a time: what is between them stays small.
+    Returns its results, joined along dim 0.
+    """
+    flat = [x.flatten(0, -2) for x in tensors]
+    if flat[0].device.type != "cpu" or len(flat[0]) <= PART or torch.compiler.is_compiling():
+        return list(function(*flat))
+    parts = [function(*part) for part in zip(*(x.split(PART) for x in flat))]
+    return [torch.cat(results) for results in zip(*parts)]
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_D, eps):
-        exact = x.to(exact_dtype(x.dtype))
-        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, weight_D, scale)
-        return (exact * scale).to(x.dtype) * weight_D
+        def norm(x_nD):
+            exact_nD = x_nD.to(exact_dtype(x.dtype))
+            scale_n1 = torch.rsqrt(exact_nD.square().mean(-1, keepdim=True) + eps)
+            return (exact_nD * scale_n1).to(x.dtype) * weight_D, scale_n1
+
+        y_ND, scale_N1 = _in_parts(norm, x)
+        ctx.save_for_backward(x, weight_D, scale_N1)
+        return y_ND.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight_D, scale = ctx.saved_tensors
-        normed = x.to(scale.dtype) * scale
-        grad_x = grad_weight_D = None
-        if ctx.needs_input_grad[1]:
-            terms = grad.to(scale.dtype) * normed.to(x.dtype)
-            grad_weight_D = terms.flatten(0, -2).sum(0).to(weight_D.dtype)
-        if ctx.needs_input_grad[0]:
-            grad_normed = (grad * weight_D).to(scale.dtype)
-            along = (grad_normed * normed).mean(-1, keepdim=True)
-            grad_x = (grad_normed.sub_(normed.mul_(along)).mul_(scale)).to(x.dtype)
-        return grad_x, grad_weight_D, None
+        x, weight_D, scale_N1 = ctx.saved_tensors
+        exact, wants_weight = scale_N1.dtype, ctx.needs_input_grad[1]
+
+        def grads(x_nD, scale_n1, grad_nD):
+            normed_nD = x_nD.to(exact) * scale_n1
+            terms_nD = grad_nD.to(exact) * normed_nD.to(x.dtype)
+            grad_nD = (grad_nD * weight_D).to(exact)
+            along_n1 = (grad_nD * normed_nD).mean(-1, keepdim=True)
+            grad_x_nD = grad_nD.sub_(normed_nD.mul_(along_n1)).mul_(scale_n1).to(x.dtype)
+            return grad_x_nD, terms_nD.sum(0, keepdim=True)
+
+        grad_x_ND, weight_sD = _in_parts(grads, x, scale_N1, grad)
+        grad_weight_D = weight_sD.sum(0).to(weight_D.dtype) if wants_weight else None
+        return grad_x_ND.view_as(x), grad_weight_D, None
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -11,6 +11,7 @@ vocabulary. Lower case is this rank's share; here, on one rank, both are the sam
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -103,33 +104,38 @@ def apply_rope(x_bshK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     return x_bshK * cos + torch.cat([-second, first], -1) * sin
 
 
+def fused_attention(q_bSHK: Tensor, k_bSGK: Tensor, v_bSGK: Tensor, scale: float) -> Tensor:
+    """Causal attention of rows that are one document each, by torch's fused kernel: o_bSHK."""
+    q, k, v = (x.transpose(1, 2) for x in (q_bSHK, k_bSGK, v_bSGK))
+    settings = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    return F.scaled_dot_product_attention(q, k, v, **settings).transpose(1, 2)
+
+
 def causal_attention(
-    q_bSHK: Tensor, k_bSGK: Tensor, v_bSGK: Tensor, documents_bS: Tensor | None, scale: float
+    q_bSHK: Tensor,
+    k_bSGK: Tensor,
+    v_bSGK: Tensor,
+    documents_bS: Tensor | None,
+    scale: float,
+    attend: Callable[..., Tensor] = fused_attention,
 ) -> Tensor:
-    """Attend to earlier positions of the same document, by torch's fused kernel, without a mask.
+    """Attend to earlier positions of the same document; no mask is made.
 
     documents_bS   number of each position's document within its row, rising; None: the whole row is
-                   one document. A host tensor: each document is then one kernel call, so a packed
-                   row costs the sum of the squares of its documents, not the square of the sum
+                   one document. A host tensor: each document is then one call, so a packed row
+                   costs the sum of the squares of its documents, not the square of the sum
+    attend         what is called for each
 
     Returns        o_bSHK
     """
-    q, k, v = (x.transpose(1, 2) for x in (q_bSHK, k_bSGK, v_bSGK))
-    attend = F.scaled_dot_product_attention
-
-    def run(row: slice, span: slice) -> Tensor:
-        part = (x[row, :, span] for x in (q, k, v))
-        return attend(*part, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-
     if documents_bS is None or documents_bS.shape[1] == 1:
-        return run(slice(None), slice(None)).transpose(1, 2)
+        return attend(q_bSHK, k_bSGK, v_bSGK, scale)
     rows = []
     for row, documents in enumerate(documents_bS):
         lengths = torch.unique_consecutive(documents, return_counts=True)[1].tolist()
-        ends = torch.tensor(lengths).cumsum(0).tolist()
-        spans = [slice(end - length, end) for end, length in zip(ends, lengths)]
-        rows.append(torch.cat([run(slice(row, row + 1), span) for span in spans], 2))
-    return torch.cat(rows).transpose(1, 2)
+        parts = (x[row : row + 1].split(lengths, 1) for x in (q_bSHK, k_bSGK, v_bSGK))
+        rows.append(torch.cat([attend(*part, scale) for part in zip(*parts)], 1))
+    return torch.cat(rows)
 
 
 class RMSNorm(nn.Module):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from minitrain.attention import fixed_shape_attention, variable_length_attention
 from minitrain.collectives import all_gather
+from minitrain.cpu_attention import cpu_attention
 from minitrain.mesh import Axis, Mesh, ShardSpec
 from minitrain.model import CausalLM, ModelConfig
 from minitrain.tensor_parallel import (
@@ -79,6 +80,8 @@ def shard_model(
                 module.core = fixed_shape_attention(module.core, mesh.device.nxd)
             elif mesh.device.kind == "cuda":
                 module.core = variable_length_attention(module.core)
+            else:
+                module.core = cpu_attention
             module.core = ulysses_attention(module.core, mesh.sp)
     model.tie()
     return ShardSpec({name: dims[name] for name, _ in model.named_parameters()}, shapes)
