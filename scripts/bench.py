@@ -12,6 +12,7 @@ twice.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -27,8 +29,11 @@ import train
 import tyro
 
 from minitrain.bf16_optimizer import BF16Optimizer
-from minitrain.data_sharder import Batch
+from minitrain.data_sharder import shard_batch
 from minitrain.device import pick_device
+from minitrain.environment import check_compiler
+from minitrain.launch import init_distributed
+from minitrain.log import progress
 from minitrain.mesh import init_mesh
 from minitrain.model import flops_per_token
 from minitrain.setup import make_model
@@ -69,6 +74,8 @@ class BenchConfig:
     """As in scripts/train.py."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """As in scripts/train.py."""
+    ranks: int = 1
+    """Data-parallel processes; on cpu they share the threads."""
     peer: bool = False
     """Also the Hugging Face Trainer on the same work; needs transformers and accelerate."""
     out: Path | None = None
@@ -117,13 +124,15 @@ def measure(bench: BenchConfig) -> dict:
     settings = {name: getattr(bench, name) for name in names}
     config = replace(train.TrainConfig(), model=bench.shape, **settings)
     device = pick_device(bench.device)
+    init_distributed(device)
     mesh = init_mesh(device=device)
     model, spec, _ = make_model(config, mesh)
     make_optimizer = train.adamw(config, device.torch_device)
-    optimizer = BF16Optimizer(model.named_parameters(), make_optimizer)
+    shards = mesh.dp_sp
+    optimizer = BF16Optimizer(model.named_parameters(), make_optimizer, shards.size, shards.rank)
     size = (bench.batch_size, bench.seq_len)
     ids = torch.randint(0, model.config.vocab_size, size, generator=torch.Generator())
-    batch = Batch(ids, ids, torch.arange(bench.seq_len).expand(size))
+    batch = shard_batch(SimpleNamespace(input_ids=ids), mesh)
     micro_batches = batch.split(bench.micro_batch_size, device.torch_device)
     step = bare_step if bench.measure == "bare" else train.train_step
 
@@ -148,7 +157,7 @@ def measure(bench: BenchConfig) -> dict:
     spent["backward"] = whole - sum(spent.values())  # and the little that is in no phase
     tokens = bench.batch_size * bench.seq_len
     flops = tokens * flops_per_token(model.config, bench.seq_len)
-    rate = matmul_rate(device.torch_device, next(model.parameters()).dtype)
+    rate = bench.ranks * matmul_rate(device.torch_device, next(model.parameters()).dtype)
     return {
         "tokens_per_second": tokens / seconds,
         "matmul_share": flops / seconds / rate,
@@ -175,6 +184,11 @@ def hf_trainer(bench: BenchConfig) -> dict:
 
     fields = config_fields(find_model(bench.shape)[0])
     model = LlamaForCausalLM(LlamaConfig(**fields))
+    if bench.lora_rank:
+        import peft
+
+        linears = peft.LoraConfig(r=bench.lora_rank, target_modules="all-linear")
+        model = peft.get_peft_model(model, linears)
     rows = (bench.steps + 2) * bench.batch_size
     ids = torch.randint(0, model.config.vocab_size, (rows, bench.seq_len))
     times = []
@@ -210,7 +224,15 @@ def in_a_process(bench: BenchConfig, what: str) -> dict:
     call = "hf_trainer" if what == "peer" else "measure"
     code += f"import json; print(json.dumps(bench.{call}(c)))"
     here = str(Path(__file__).parent)
-    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True)
+    command, environment = [sys.executable, "-c", code], dict(os.environ)
+    if bench.ranks > 1 and what != "peer":
+        launcher = "torch.distributed.run", "--standalone", "--no-python"
+        command[1:1] = "-m", *launcher, f"--nproc_per_node={bench.ranks}", sys.executable
+        threads = max(1, torch.get_num_threads() // bench.ranks)
+        environment["OMP_NUM_THREADS"] = str(threads)
+    done = subprocess.run(
+        command, cwd=here, capture_output=True, text=True, env=environment, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"measuring {what!r} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -218,11 +240,13 @@ def in_a_process(bench: BenchConfig, what: str) -> dict:
 
 def main(bench: BenchConfig) -> None:
     """Measure in turn, print a table, write the JSON."""
-    kinds = ["step", "bare"] + ["peer"] * bench.peer
+    pick_device(bench.device)
+    if bench.compile:
+        check_compiler(bench.device)
+    kinds = ["step"] + ["bare"] * (bench.ranks == 1) + ["peer"] * bench.peer
     runs = {kind: [] for kind in kinds}
-    for _ in range(bench.rounds):
-        for kind in kinds:
-            runs[kind].append(in_a_process(bench, kind))
+    for kind in progress(kinds * bench.rounds, "measuring"):
+        runs[kind].append(in_a_process(bench, kind))
     figures = {
         kind: {
             key: statistics.median(run[key] for run in results)
@@ -238,23 +262,23 @@ def main(bench: BenchConfig) -> None:
         words += f"   {values['memory_mb']:8,.0f} MB" if "memory_mb" in values else ""
         words += f"   {share:6.1%} of {values['matmul_tflops']:.2f} TFLOP/s" if share else ""
         print(words)
-    ratios = [b["tokens_per_second"] / a["tokens_per_second"] - 1 for a, b in pairs(runs, "bare")]
-    print(f"train_step over the bare loop: {statistics.median(ratios):+.1%} time")
-    if bench.peer:
-        ratios = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs(runs, "peer")]
+    for kind in kinds[1:]:
+        runs_of_both = zip(runs["step"], runs[kind])
+        ratios = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in runs_of_both]
+        ratio = statistics.median(ratios)
+        if kind == "bare":
+            print(f"train_step over the bare loop: {1 / ratio - 1:+.1%} time")
+            continue
         memory = figures["step"]["memory_mb"] / figures["peer"]["memory_mb"]
-        print(
-            f"against the peer: {statistics.median(ratios):.2f} x tokens/s, {memory:.2f} x memory"
-        )
+        print(f"against the peer: {ratio:.2f} x tokens/s, {memory:.2f} x memory")
     phases = runs["step"][0]["phases"].items()
     print("phases: " + ", ".join(f"{name} {share:.1%}" for name, share in phases))
     if bench.out:
         bench.out.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
 
 
-def pairs(runs: dict, other: str) -> list[tuple[dict, dict]]:
-    return list(zip(runs["step"], runs[other]))
-
-
 if __name__ == "__main__":
-    main(tyro.cli(BenchConfig))
+    try:
+        main(tyro.cli(BenchConfig))
+    except (ValueError, OSError, RuntimeError) as error:
+        sys.exit(f"error: {error}")

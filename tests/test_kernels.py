@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import close
 
+from minitrain import kernels
 from minitrain.kernels import rms_norm, swiglu
 
 
@@ -25,6 +26,12 @@ def test_norm_by_finite_differences(shape):
     assert torch.autograd.gradcheck(
         lambda x, w: rms_norm(x, w, 1e-2), (draw(*shape), draw(shape[-1]))
     )
+
+
+def test_norm_in_parts(monkeypatch):
+    """Red when a part of the vectors is lost, or the weight's gradient is that of one part."""
+    monkeypatch.setattr(kernels, "PART", 2)
+    test_norm_by_finite_differences((1, 5, 2, 4))
 
 
 def test_swiglu_by_finite_differences():
