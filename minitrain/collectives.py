@@ -25,7 +25,8 @@ class _CopyTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return x.view_as(x)
+        # torch.compile makes a view that leaves the graph anew outside, without this backward.
+        return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):

@@ -72,6 +72,8 @@ def build(mesh, settings, model_config=CONFIG, weights=None, **options):
     cpu = torch.device("cpu")
     fill_weights(model, spec, mesh, cpu, dtype, lambda name, part: weights[name][part])
     save_memory(model, mesh.device, settings.activation_checkpointing, settings.tile_tokens)
+    for block in model.model.layers if settings.compile else ():
+        block.compile()
     shards = mesh.dp_sp if settings.shard_optimizer else Axis("none")
     optimizer = BF16Optimizer(
         model.named_parameters(), train.adamw(settings, cpu), shards.size, shards.rank

@@ -1,5 +1,6 @@
 """The golden run on every layout: losses, norms and weights must not depend on it."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -147,3 +148,14 @@ def test_overfits_one_sentence(dp, sp, tp):
     changes = {"sp": sp, "tp": tp, "batch_size": 4, "micro_batch_size": 1}
     losses = run_ranks(overfit, dp * sp * tp, changes, sentence, 512, 60, timeout_s=600)
     assert max(losses) < 0.05 and len(set(losses)) == 1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on cpu")
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_compiled_blocks(data, monkeypatch, mode):
+    """Red when a compiled block computes something else, or a tile of it."""
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    changes = {"compile": True, "tile_tokens": 7, "activation_checkpointing": mode}
+    run = run_ranks(run_steps, 4, data, {"sp": 2, "tp": 2, **changes}, 3, timeout_s=300)[0]
+    assert relative(run.losses, [step["loss"] for step in expected()[:3]]) < 1e-9
+    assert relative(run.norms, [step["grad_norm"] for step in expected()[:3]]) < 1e-9
