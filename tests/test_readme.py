@@ -40,7 +40,7 @@ COMMANDS = {
     'python scripts/sample.py runs/merged --chat --prompt "What is 2 + 2?"': (
         "{} --max-new-tokens 8"
     ),
-    "torchrun --nproc_per_node 4 scripts/train.py --sp 2 --tp 2": f"{{}} {MAIN} --out runs/four",
+    "torchrun --nproc_per_node 4 scripts/train.py --sp 2 --tp 2 --out runs/four": f"{{}} {MAIN}",
     "python scripts/train.py --out runs/default --resume": f"{{}} {MAIN} --save-every 1",
     "python scripts/plot.py runs/default --out curves.png": None,
     "python scripts/parity.py --sp 2 --tp 2 --train-file my_train.py": None,
