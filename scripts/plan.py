@@ -53,7 +53,7 @@ class PlanConfig:
     """As in train.py."""
     dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
     """As in train.py."""
-    process_gb: float = 0.3
+    process_gb: float = 0.4
     """What the process takes before the model: torch and its libraries, measured on cpu. A cuda
     device's own share is not in torch's figures; 0.5 is usual."""
 
