@@ -88,7 +88,8 @@ def cached_attention(model: CausalLM, max_length: int) -> Iterator[None]:
     try:
         for layer in layers:
             layer.core = _caching_core(max_length)
-        yield
+        with torch.compiler.set_stance("force_eager"):  # compiled, each length would be a program
+            yield
     finally:
         model.train(was_training)
         for layer, core in zip(layers, before):

@@ -40,6 +40,6 @@ def clip_grad_norm_(
     total = all_reduce(total.view(1), mesh.tp)
     norm = (all_reduce(total, mesh.dp_sp) if pieces else total).sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if mesh.device.kind != "cpu" or not scale == 1:  # on cpu reading it waits for nothing
+    if mesh.device.kind != "cpu" or scale != 1:  # on cpu reading it waits for nothing
         torch._foreach_mul_(list(grads.values()), scale.squeeze())
     return norm

@@ -102,13 +102,16 @@ def check_settings(config, world_size: int) -> None:
 
 
 def check_out(out: Path, resume: bool = False) -> None:
-    """Refuse a run directory that cannot be one, or, without resume, that holds a run.
+    """Refuse a run directory that cannot be one, or, without resume, that holds a run: not one that
+    a start has left that failed.
 
     Raises   ValueError
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; pass a directory.")
-    if not resume and any((out / name).exists() for name in ("metrics.jsonl", "checkpoints")):
+    metrics, saved = out / "metrics.jsonl", out / "checkpoints"
+    has_steps = metrics.is_file() and metrics.stat().st_size > 0
+    if not resume and (has_steps or (saved.is_dir() and any(saved.iterdir()))):
         raise ValueError(
             f"--out {out} already holds a run. Pass --resume to go on with it, or another --out."
         )

@@ -100,6 +100,17 @@ def test_equals_transformers():
     assert generate(model, PROMPT, 40) == expected
 
 
+def test_compiled_blocks_are_not_compiled_for_each_length():
+    """Red when each token of a sample, being longer than the one before, compiles every block."""
+    model, programs = tiny_model(), []
+    expected = generate(model, PROMPT, 5)
+    for block in model.model.layers:
+        block.compile(backend=lambda graph, inputs: programs.append(graph) or graph.forward)
+    assert generate(model, PROMPT, 5) == expected and not programs
+    model(torch.tensor([PROMPT]), torch.arange(len(PROMPT))[None])
+    assert programs
+
+
 def test_model_is_left_as_it_was():
     """Red when the caching core or evaluation mode stays, also after a stop or an error."""
     model = tiny_model().train()

@@ -9,7 +9,7 @@ import torch
 from layout_runs import train
 from resume_runs import end, settings, start
 
-from minitrain.setup import check_settings
+from minitrain.setup import check_out, check_settings
 
 SPEED = train.TrainConfig()
 
@@ -47,6 +47,16 @@ def test_compile_needs_a_compiler(tmp_path, monkeypatch, kind, variable, value, 
         return check_settings(config, 1)
     with pytest.raises(ValueError, match=f"--compile needs {words}.*set C.* or leave out"):
         check_settings(config, 1)
+
+
+def test_a_failed_start_does_not_hold_its_directory(tmp_path):
+    """Red when a run that never made a step must be deleted by hand before it starts again."""
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "checkpoints").mkdir()
+    check_out(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match="already holds a run"):
+        check_out(tmp_path)
 
 
 def test_torch_looks_for_the_same_compiler(monkeypatch):
