@@ -34,7 +34,8 @@ Bar.set_lock(RLock())
 class RunLog:
     """Rank 0's bar, step lines and metrics.jsonl; on other ranks every method does nothing.
 
-    On a terminal there is a bar, elsewhere a line on stdout every log_every steps; and for a skip.
+    On a terminal there is a bar, elsewhere a line on stdout for the first step, every log_every
+    steps, and for a skip.
 
     out          run directory, made if need be; None: nothing is written
     rank         of all processes; only 0 speaks and writes
@@ -72,7 +73,7 @@ class RunLog:
             return
         self._write(record)
         step, last = record["step"], record["step"] == self.total_steps
-        place, figures = self._place(step), _figures(record)
+        place, figures, first = self._place(step), _figures(record), self.first is None
         self.first = self.first or (step, time.monotonic())
         if sys.stderr.isatty():
             # The bar begins at the first step, so that its rate does not count what came before.
@@ -83,7 +84,7 @@ class RunLog:
             why = f"loss {record['loss']}, gradient norm {record['grad_norm']}"
             why = "no token of the step has a loss" if record["loss"] is None else why
             self.say(f"{place}  update skipped: {why}")
-        elif not self.on_terminal and (last or step % self.log_every == 0):
+        elif not self.on_terminal and (last or first or step % self.log_every == 0):
             self.say("  ".join([place, *figures, *self._left(step)]))
         if last:
             self._end_bar()

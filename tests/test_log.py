@@ -43,12 +43,13 @@ class Terminal(io.StringIO):
 
 
 def test_step_lines_without_terminal(tmp_path, capsys):
-    """Red when lines come at other steps than log_every's and the last, or lose a figure."""
+    """Red when lines come at other steps than the first, log_every's and the last."""
     run_log(tmp_path, range(1, 26), total=25, log_every=10)
     out, err = capsys.readouterr()
     assert err == ""
     lines = out.splitlines()
     figures = "loss 5.1234  grad norm 0.8123  lr 1.0e-03  6,123 tokens/s"
+    assert lines.pop(0) == f"step   1/25  {figures}"
     assert [line[: len(figures) + 15] for line in lines[:2]] == [
         f"step  10/25  {figures}  ",
         f"step  20/25  {figures}  ",
