@@ -73,7 +73,7 @@ class _TiledAttention(torch.autograd.Function):
             sum_cRt = p_cQJ.sum(-1).view(count, R, t).float()
             o_cRSK[c, :, at] = torch.bmm(p_cQJ, v_cSK[c, keys]).view_as(q_cRtK) / sum_cRt[..., None]
             largest_cRS[c, :, at], sum_cRS[c, :, at] = largest_cRt, sum_cRt
-        o_bSHK = _by_row(o_cRSK, len(q_bSHK))
+        o_bSHK = _by_row(o_cRSK, len(q_bSHK)).contiguous()  # else o_proj would keep a copy
         ctx.save_for_backward(q_bSHK, k_bSGK, v_bSGK, o_bSHK, largest_cRS, sum_cRS)
         ctx.rest, ctx.power = rest, power
         return o_bSHK
