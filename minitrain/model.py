@@ -128,7 +128,7 @@ def causal_attention(
 
     Returns        o_bSHK
     """
-    if documents_bS is None or documents_bS.shape[1] == 1:
+    if documents_bS is None or bool((documents_bS[:, 0] == documents_bS[:, -1]).all()):
         return attend(q_bSHK, k_bSGK, v_bSGK, scale)
     rows = []
     for row, documents in enumerate(documents_bS):

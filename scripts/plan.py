@@ -163,7 +163,7 @@ def memory(layout: Layout, num_params: int) -> dict[str, float]:
                   + e P: the model's own, before they are added to the main ones
     optimizer     3 f P, divided by R when sharded: masters and two moments
     activations   L kept + N (e (3 D + 2 K) + 24): hidden states at both ends, RoPE tables, ids.
-                  Without checkpointing 1.3 L kept: what an allocator loses between tensors that
+                  Without checkpointing 1.5 L kept: what an allocator loses between tensors that
                   are kept and tensors that are freed, measured with glibc at 4,096 tokens
     working       see there
     logits        n v e, and n v f more under tp; the head's gradient f v D
@@ -176,7 +176,7 @@ def memory(layout: Layout, num_params: int) -> dict[str, float]:
         layout.N * (e * (3 * m.hidden_size + 2 * m.head_dim) + 24),
     )
     on_the_way = 2 * kept(layout, "full") if mode == "offload" else 0
-    lost = 1.3 if mode == "none" else 1
+    lost = 1.5 if mode == "none" else 1
     return {
         "weights": e * P,
         "gradients": (e + f) * P + (f * P / shards if shards > 1 else 0),

@@ -82,6 +82,22 @@ def test_packed_rows():
         assert torch.equal(packed[row : row + 1], alone)
 
 
+def test_rows_of_one_document_are_one_call():
+    """Each row by itself, and its output copied twice, though no row holds a second document."""
+    q, k, v, _ = tensors(2, 64, 2, 2, 16)
+    calls = []
+
+    def attend(*inputs):
+        calls.append(len(inputs[0]))
+        return fused_attention(*inputs)
+
+    documents = torch.tensor([[3], [5]]).expand(2, 64)
+    assert torch.equal(
+        causal_attention(q, k, v, documents, 0.3, attend), fused_attention(q, k, v, 0.3)
+    )
+    assert calls == [2]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_other_precisions_are_left_to_the_fused_kernel(dtype):
     """Scores in bf16 for a model in float32."""
