@@ -48,15 +48,17 @@ class _TiledAttention(torch.autograd.Function):
     """A product comes out rounded to bf16, so a score of 20 is off by up to 0.04, and its
     exponential by 4 %. So what is subtracted from scores is subtracted inside the product, in
     float32: each query has one element more with that number, each key one with -1. What is left
-    near the largest score is near 0, and exact. Of the
-    scale, k takes the power of two, which rounds nothing, and the difference the rest, if any.
+    near the largest score is near 0, and exact. Of the scale, k takes the power of two, which
+    rounds nothing, and the difference the rest, if any.
     """
 
     @staticmethod
     def forward(ctx, q_bSHK, k_bSGK, v_bSGK, scale):
-        rest, power = math.frexp(scale)
-        rest, power = 2 * rest, power - 1  # from 1 to below 2
-        q_cRSK, k_cSK, v_cSK = _by_kv_head(q_bSHK, k_bSGK * 2.0**power, v_bSGK)
+        factor = 2.0 ** math.floor(math.log2(scale))
+        rest = scale / factor  # from 1 to below 2
+        heads = k_bSGK.shape[2]
+        q_cRSK = _by_kv_head(q_bSHK, heads)
+        k_cSK, v_cSK = (_by_kv_head(x, heads)[:, 0] for x in (k_bSGK * factor, v_bSGK))
         k_cSE = _beside(k_cSK, -torch.ones_like(k_cSK[..., 0]))
         o_cRSK, largest_cRS = torch.empty_like(q_cRSK), torch.empty_like(q_cRSK[..., 0])
         sum_cRS = torch.empty_like(largest_cRS, dtype=torch.float32)
@@ -75,15 +77,15 @@ class _TiledAttention(torch.autograd.Function):
             largest_cRS[c, :, at], sum_cRS[c, :, at] = largest_cRt, sum_cRt
         o_bSHK = _by_row(o_cRSK, len(q_bSHK)).contiguous()  # else o_proj would keep a copy
         ctx.save_for_backward(q_bSHK, k_bSGK, v_bSGK, o_bSHK, largest_cRS, sum_cRS)
-        ctx.rest, ctx.power = rest, power
+        ctx.rest, ctx.factor = rest, factor
         return o_bSHK
 
     @staticmethod
     def backward(ctx, grad_bSHK):
         q_bSHK, k_bSGK, v_bSGK, o_bSHK, largest_cRS, sum_cRS = ctx.saved_tensors
-        rest, factor = ctx.rest, 2.0**ctx.power
-        q_cRSK, k_cSK, v_cSK = _by_kv_head(q_bSHK, k_bSGK * factor, v_bSGK)
-        grad_cRSK, o_cRSK = (_by_kv_head(x, k_bSGK, v_bSGK)[0] for x in (grad_bSHK, o_bSHK))
+        rest, factor, heads = ctx.rest, ctx.factor, k_bSGK.shape[2]
+        q_cRSK, grad_cRSK, o_cRSK = (_by_kv_head(x, heads) for x in (q_bSHK, grad_bSHK, o_bSHK))
+        k_cSK, v_cSK = (_by_kv_head(x, heads)[:, 0] for x in (k_bSGK * factor, v_bSGK))
         minus_cS = -torch.ones_like(k_cSK[..., 0])
         k_cSE, v_cSE = (_beside(x, minus_cS) for x in (k_cSK, v_cSK))
         grad_q_cRSK = torch.empty_like(q_cRSK)
@@ -111,10 +113,9 @@ class _TiledAttention(torch.autograd.Function):
         return *(_by_row(x, len(q_bSHK)) for x in (grad_q_cRSK, *grads)), None
 
 
-def _by_kv_head(q_bSHK: Tensor, k_bSGK: Tensor, v_bSGK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q_cRSK, k_cSK, v_cSK."""
-    q_bGRSK = q_bSHK.unflatten(2, (k_bSGK.shape[2], -1)).permute(0, 2, 3, 1, 4)
-    return q_bGRSK.flatten(0, 1), *(x.transpose(1, 2).flatten(0, 1) for x in (k_bSGK, v_bSGK))
+def _by_kv_head(x_bSHK: Tensor, kv_heads: int) -> Tensor:
+    """x_cRSK; of k and v, R is 1."""
+    return x_bSHK.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1)
 
 
 def _by_row(x_cRSK: Tensor, rows: int) -> Tensor:

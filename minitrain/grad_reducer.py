@@ -8,8 +8,7 @@ sharded.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -29,24 +28,29 @@ def reduce_gradients_(grads: dict[str, Tensor] | Iterable[Tensor], axis: Axis) -
     """
     if axis.size == 1:
         return
-    bucket: list[Tensor] = []
-
-    def flush() -> None:
+    small: list[Tensor] = []
+    for grad in grads.values() if isinstance(grads, dict) else grads:
+        if grad.is_contiguous() and grad.numel() >= BUCKET_NUMEL:
+            axis.group.all_reduce_(grad, "sum")
+        else:
+            small.append(grad)
+    for bucket in (small[at] for at in _buckets(small)):
         joined = torch.cat([g.reshape(-1) for g in bucket])
         axis.group.all_reduce_(joined, "sum")
         for grad, total in zip(bucket, joined.split([g.numel() for g in bucket])):
             grad.copy_(total.view_as(grad))
-        bucket.clear()
 
-    for grad in grads.values() if isinstance(grads, dict) else grads:
-        if grad.is_contiguous() and grad.numel() >= BUCKET_NUMEL:
-            axis.group.all_reduce_(grad, "sum")
-            continue
-        if bucket and sum(g.numel() for g in bucket) + grad.numel() > BUCKET_NUMEL:
-            flush()
-        bucket.append(grad)
-    if bucket:
-        flush()
+
+def _buckets(tensors: list[Tensor]) -> Iterator[slice]:
+    """Cut a list where the next tensor would make more than BUCKET_NUMEL elements."""
+    begin = held = 0
+    for place, tensor in enumerate(tensors):
+        if place > begin and held + tensor.numel() > BUCKET_NUMEL:
+            yield slice(begin, place)
+            begin, held = place, 0
+        held += tensor.numel()
+    if tensors:
+        yield slice(begin, len(tensors))
 
 
 @torch.no_grad()
@@ -81,11 +85,8 @@ def gather_params(optimizer: BF16Optimizer, axis: Axis) -> None:
     if optimizer.num_shards == 1:
         return
     params, masters = list(optimizer.params.values()), list(optimizer.masters.values())
-    while params:
-        total = itertools.accumulate(p.numel() for p in params)
-        count = max(1, sum(size <= BUCKET_NUMEL for size in total))
-        mine = torch.cat([m.detach().to(params[0].dtype) for m in masters[:count]])
+    for at in _buckets(params):
+        mine = torch.cat([m.detach().to(params[0].dtype) for m in masters[at]])
         whole = axis.group.all_gather(mine[None], 0)  # [num_shards, n]
-        for param, pieces in zip(params, whole.split([m.numel() for m in masters[:count]], 1)):
+        for param, pieces in zip(params[at], whole.split([m.numel() for m in masters[at]], 1)):
             param.copy_(pieces.reshape(-1)[: param.numel()].view_as(param))
-        params, masters = params[count:], masters[count:]

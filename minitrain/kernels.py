@@ -50,14 +50,17 @@ class _RMSNorm(torch.autograd.Function):
 
         def grads(x_nD, scale_n1, grad_nD):
             normed_nD = x_nD.to(exact) * scale_n1
-            terms_nD = grad_nD.to(exact) * normed_nD.to(x.dtype)
+            terms = []  # a frozen weight needs none
+            if wants_weight:
+                terms_nD = grad_nD.to(exact) * normed_nD.to(x.dtype)
+                terms.append(terms_nD.sum(0, keepdim=True))
             grad_nD = (grad_nD * weight_D).to(exact)
             along_n1 = (grad_nD * normed_nD).mean(-1, keepdim=True)
             grad_x_nD = grad_nD.sub_(normed_nD.mul_(along_n1)).mul_(scale_n1).to(x.dtype)
-            return grad_x_nD, terms_nD.sum(0, keepdim=True)
+            return grad_x_nD, *terms
 
-        grad_x_ND, weight_sD = _in_parts(grads, x, scale_N1, grad)
-        grad_weight_D = weight_sD.sum(0).to(weight_D.dtype) if wants_weight else None
+        grad_x_ND, *terms_sD = _in_parts(grads, x, scale_N1, grad)
+        grad_weight_D = terms_sD[0].sum(0).to(weight_D.dtype) if wants_weight else None
         return grad_x_ND.view_as(x), grad_weight_D, None
 
 

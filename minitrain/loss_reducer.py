@@ -117,8 +117,8 @@ class _HeadCrossEntropySum(torch.autograd.Function):
         exact = exact_dtype(hidden_ND.dtype)
         total = torch.zeros((), dtype=exact, device=hidden_ND.device)
         grad_hidden = torch.empty_like(hidden_ND) if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.needs_input_grad[1] and tile < N:  # a single product needs no sum beside it
+        wants_weight, grad_weight = ctx.needs_input_grad[1], None
+        if wants_weight and tile < N:
             grad_weight = torch.zeros_like(weight_vD, dtype=exact)
         # Without ranks to wait for, a cpu turns logits into gradients in rows that its cache holds.
         small = tp.size == 1 and hidden_ND.device.type == "cpu"
@@ -134,12 +134,12 @@ class _HeadCrossEntropySum(torch.autograd.Function):
                 part.copy_(x)
             if grad_hidden is not None:
                 torch.mm(logits, weight_vD, out=grad_hidden[start : start + tile])
-            if ctx.needs_input_grad[1] and tile >= N:
-                grad_weight = logits.T @ h
-            elif grad_weight is not None:  # in slices: the product is never whole beside the sum
+            if grad_weight is not None:  # in slices: the product is never whole beside the sum
                 slices = grad_weight.split(SLICE), logits.split(SLICE, 1)
                 for grad_sD, logits_ns in zip(*slices):
                     grad_sD += logits_ns.T @ h
+            elif wants_weight:  # the only tile: a single product needs no sum
+                grad_weight = logits.T @ h
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight_vD.dtype
         return total
