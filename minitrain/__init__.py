@@ -15,7 +15,12 @@ from minitrain.collectives import (
 from minitrain.data_sharder import Batch, shard_batch
 from minitrain.device import Device, pick_device
 from minitrain.grad_clipper import clip_grad_norm_
-from minitrain.grad_reducer import gather_params, reduce_gradients_, reduce_main_grads
+from minitrain.grad_reducer import (
+    gather_params,
+    reduce_gradients_,
+    reduce_main_grads,
+    start_reduction,
+)
 from minitrain.huggingface import load_model, save_model
 from minitrain.launch import init_distributed, run_ranks
 from minitrain.loss_reducer import count_tokens, cross_entropy_sum, head_cross_entropy_sum
@@ -36,4 +41,4 @@ __all__ += ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding
 __all__ += ["gather_state_dict", "shard_model", "ulysses_attention"]
 __all__ += ["Batch", "count_tokens", "cross_entropy_sum", "head_cross_entropy_sum", "shard_batch"]
 __all__ += ["BF16Optimizer", "clip_grad_norm_", "gather_params", "reduce_gradients_"]
-__all__ += ["reduce_main_grads"]
+__all__ += ["reduce_main_grads", "start_reduction"]

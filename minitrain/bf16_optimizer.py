@@ -33,6 +33,7 @@ class BF16Optimizer:
     grads         name -> what the optimizer reads: main_grads, or this shard's pieces once they
                   were reduced
     masters       name -> main parameter, like grads
+    reduction     what grad_reducer.start_reduction has begun; None: nothing
     updates       int32 tensor of one element: updates made, skipped ones not counted
     """
 
@@ -67,6 +68,7 @@ class BF16Optimizer:
         others = [m for name, m in self.masters.items() if self.params[name].ndim <= 1]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = make_optimizer([group for group in groups if group["params"]])
+        self.reduction = None
         self.updates = torch.zeros(1, dtype=torch.int32, device=first.device)
 
     def _cut(self, buffer: Tensor, piece: dict[str, int]) -> dict[str, Tensor]:
@@ -86,9 +88,13 @@ class BF16Optimizer:
         return torch.nn.functional.pad(flat, (0, size - flat.numel()))
 
     @torch.no_grad()
-    def accumulate_grads(self) -> None:
-        """Add the model's gradients to main_grads and free them; one without adds nothing."""
-        for name, param in self.params.items():
+    def accumulate_grads(self, *names: str) -> None:
+        """Add the model's gradients to main_grads and free them; one without adds nothing.
+
+        names    parameters whose gradients these are; none given: all
+        """
+        for name in names or self.params:
+            param = self.params[name]
             if param.grad is None:
                 continue
             grad, main = param.grad, self.main_grads[name]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from threading import get_ident
 
 import torch
 from torch import Tensor
@@ -44,53 +45,62 @@ def tiled_attention(q_bSHK: Tensor, k_bSGK: Tensor, v_bSGK: Tensor, scale: float
     return _TiledAttention.apply(q_bSHK, k_bSGK, v_bSGK, scale)
 
 
-class _TiledAttention(torch.autograd.Function):
-    """A product comes out rounded to bf16, so a score of 20 is off by up to 0.04, and its
-    exponential by 4 %. So what is subtracted from scores is subtracted inside the product, in
-    float32: each query has one element more with that number, each key one with -1. What is left
-    near the largest score is near 0, and exact. Of the scale, k takes the power of two, which
-    rounds nothing, and the difference the rest, if any.
-    """
+@torch.library.custom_op("minitrain::tiled_attention", mutates_args=())
+def attend(
+    q_bSHK: Tensor, k_bSGK: Tensor, v_bSGK: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward pass, an operator that checkpointing knows by its name: o_bSHK, and of each query
+    the largest score and the sum of exponentials, [c, R, S].
 
+    A product comes out rounded to bf16, so a score of 20 is off by up to 0.04, and its exponential
+    by 4 %. So what is subtracted from scores is subtracted inside the product, in float32: each
+    query has one element more with that number, each key one with -1. What is left near the largest
+    score is near 0, and exact. Of the scale, k takes the power of two, which rounds nothing, and
+    the difference the rest, if any.
+    """
+    factor, rest = _factors(scale)
+    heads = k_bSGK.shape[2]
+    q_cRSK = _by_kv_head(q_bSHK, heads)
+    k_cSK, v_cSK = (_by_kv_head(x, heads)[:, 0] for x in (k_bSGK * factor, v_bSGK))
+    k_cSE = _beside(k_cSK, -torch.ones_like(k_cSK[..., 0]))
+    o_cRSK, largest_cRS = torch.empty_like(q_cRSK), torch.empty_like(q_cRSK[..., 0])
+    sum_cRS = torch.empty_like(largest_cRS, dtype=torch.float32)
+    space = _space(q_cRSK)
+    for c, at in _tiles(q_cRSK):
+        q_cRtK, keys = q_cRSK[c, :, at], slice(at.stop)
+        count, (R, t) = len(q_cRtK), q_cRtK.shape[1:3]
+        scores_cQJ = _product(q_cRtK.flatten(1, 2), k_cSK[c, keys].mT, space)
+        scores_cQJ[..., at] += _later(R, t)[0]
+        largest_cRt = scores_cQJ.amax(-1).view(count, R, t)
+        _product(_beside(q_cRtK, largest_cRt).flatten(1, 2), k_cSE[c, keys].mT, space)
+        scores_cQJ[..., at] += _later(R, t)[0]
+        p_cQJ = _scaled_(scores_cQJ, rest).exp_()
+        sum_cRt = p_cQJ.sum(-1).view(count, R, t).float()
+        o_cRSK[c, :, at] = torch.bmm(p_cQJ, v_cSK[c, keys]).view_as(q_cRtK) / sum_cRt[..., None]
+        largest_cRS[c, :, at], sum_cRS[c, :, at] = largest_cRt, sum_cRt
+    o_bSHK = _by_row(o_cRSK, len(q_bSHK)).contiguous()  # else o_proj would keep a copy
+    return o_bSHK, largest_cRS, sum_cRS
+
+
+class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_bSHK, k_bSGK, v_bSGK, scale):
-        factor = 2.0 ** math.floor(math.log2(scale))
-        rest = scale / factor  # from 1 to below 2
-        heads = k_bSGK.shape[2]
-        q_cRSK = _by_kv_head(q_bSHK, heads)
-        k_cSK, v_cSK = (_by_kv_head(x, heads)[:, 0] for x in (k_bSGK * factor, v_bSGK))
-        k_cSE = _beside(k_cSK, -torch.ones_like(k_cSK[..., 0]))
-        o_cRSK, largest_cRS = torch.empty_like(q_cRSK), torch.empty_like(q_cRSK[..., 0])
-        sum_cRS = torch.empty_like(largest_cRS, dtype=torch.float32)
-        space = _space(q_cRSK)
-        for c, at in _tiles(q_cRSK):
-            q_cRtK, keys = q_cRSK[c, :, at], slice(at.stop)
-            count, (R, t) = len(q_cRtK), q_cRtK.shape[1:3]
-            scores_cQJ = _product(q_cRtK.flatten(1, 2), k_cSK[c, keys].mT, space)
-            scores_cQJ[..., at] += _later(R, t)[0]
-            largest_cRt = scores_cQJ.amax(-1).view(count, R, t)
-            _product(_beside(q_cRtK, largest_cRt).flatten(1, 2), k_cSE[c, keys].mT, space)
-            scores_cQJ[..., at] += _later(R, t)[0]
-            p_cQJ = _scaled_(scores_cQJ, rest).exp_()
-            sum_cRt = p_cQJ.sum(-1).view(count, R, t).float()
-            o_cRSK[c, :, at] = torch.bmm(p_cQJ, v_cSK[c, keys]).view_as(q_cRtK) / sum_cRt[..., None]
-            largest_cRS[c, :, at], sum_cRS[c, :, at] = largest_cRt, sum_cRt
-        o_bSHK = _by_row(o_cRSK, len(q_bSHK)).contiguous()  # else o_proj would keep a copy
+        o_bSHK, largest_cRS, sum_cRS = attend(q_bSHK, k_bSGK, v_bSGK, scale)
         ctx.save_for_backward(q_bSHK, k_bSGK, v_bSGK, o_bSHK, largest_cRS, sum_cRS)
-        ctx.rest, ctx.factor = rest, factor
+        ctx.scale = scale
         return o_bSHK
 
     @staticmethod
     def backward(ctx, grad_bSHK):
         q_bSHK, k_bSGK, v_bSGK, o_bSHK, largest_cRS, sum_cRS = ctx.saved_tensors
-        rest, factor, heads = ctx.rest, ctx.factor, k_bSGK.shape[2]
+        (factor, rest), heads = _factors(ctx.scale), k_bSGK.shape[2]
         q_cRSK, grad_cRSK, o_cRSK = (_by_kv_head(x, heads) for x in (q_bSHK, grad_bSHK, o_bSHK))
         k_cSK, v_cSK = (_by_kv_head(x, heads)[:, 0] for x in (k_bSGK * factor, v_bSGK))
         minus_cS = -torch.ones_like(k_cSK[..., 0])
         k_cSE, v_cSE = (_beside(x, minus_cS) for x in (k_cSK, v_cSK))
         grad_q_cRSK = torch.empty_like(q_cRSK)
         grad_k_cSK, grad_v_cSK = (torch.zeros_like(k_cSK, dtype=torch.float32) for _ in "kv")
-        space, more_space = _space(q_cRSK), _space(q_cRSK)
+        space, more_space = _space(q_cRSK), _space(q_cRSK, 1)
         for c, at in _tiles(q_cRSK):
             q_cRtK, keys = q_cRSK[c, :, at], slice(at.stop)
             grad_cRtK = grad_cRSK[c, :, at] / sum_cRS[c, :, at, None]  # p below is not divided
@@ -136,10 +146,21 @@ def _heads_at_once(q_cRSK: Tensor) -> int:
     return min(C, max(1, SCORES // (R * min(S, QUERIES) * S)))
 
 
-def _space(q_cRSK: Tensor) -> Tensor:
-    """Memory for the scores of a tile: fresh memory for each would cost as much as the product."""
+def _space(q_cRSK: Tensor, place: int = 0) -> Tensor:
+    """Memory for the scores of a tile, kept: fresh memory would cost as much as the product."""
     _, R, S, _ = q_cRSK.shape
-    return q_cRSK.new_empty(_heads_at_once(q_cRSK) * R * min(S, QUERIES) * S)
+    return _kept_space(max(SCORES, R * min(S, QUERIES) * S), place, get_ident())
+
+
+@lru_cache(2)
+def _kept_space(numel: int, place: int, thread: int) -> Tensor:
+    return torch.empty(numel, dtype=torch.bfloat16)
+
+
+def _factors(scale: float) -> tuple[float, float]:
+    """scale as a power of two, which rounds nothing, and the rest, from 1 to below 2."""
+    factor = 2.0 ** math.floor(math.log2(scale))
+    return factor, scale / factor
 
 
 def _product(a_cMN: Tensor, b_cNL: Tensor, space: Tensor) -> Tensor:

@@ -33,13 +33,14 @@ class Device:
     kind           "cpu", "cuda", "xla" or "neuron"
     torch_device   torch.device to put tensors on
     compiles       every new shape or constant is a new program: xla, neuron
+    overlaps       it sends gradients while it computes others: cuda
     compile_args   of nn.Module.compile
     host_group     process group for barriers and host objects; None: the default one serves
     nxd            neuronx-distributed where there is one, for mesh.py and attention.py
     """
 
     kind, backend = "cpu", "gloo"
-    compiles = False
+    compiles = overlaps = False
     compile_args: ClassVar[dict] = {}
     nxd = None
     host_group: dist.ProcessGroup | None = None
@@ -76,9 +77,12 @@ class Device:
     def sync(self) -> None:
         """End of a compiled graph on lazy devices; nothing to do here. Tests may replace it."""
 
-    def checkpoint(self, fn: Callable, *args):
-        """fn(*args), of which only args are kept for the backward pass: it computes fn again."""
-        return checkpoint(fn, *args, use_reentrant=False)
+    def checkpoint(self, fn: Callable, *args, **keep):
+        """fn(*args), of which only args are kept for the backward pass: it computes fn again.
+
+        keep    context_fn of torch.utils.checkpoint: what else is kept
+        """
+        return checkpoint(fn, *args, use_reentrant=False, **keep)
 
     def fallback_operators(self) -> list[str]:
         """Operators that ran on the host so far, because the device has none of them."""
@@ -139,6 +143,7 @@ class CudaDevice(AcceleratorDevice):
     """NVIDIA GPUs."""
 
     kind, backend = "cuda", "nccl"
+    overlaps = True
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

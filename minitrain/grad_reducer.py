@@ -9,6 +9,7 @@ sharded.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -59,20 +60,103 @@ def reduce_main_grads(optimizer: BF16Optimizer, axis: Axis) -> dict[str, Tensor]
 
     Returns        optimizer.grads: name -> complete gradient, or this rank's piece of it when the
                    optimizer is sharded
-    Communicates   over axis: all-reduce of the float32 gradients, or reduce-scatters when sharded
+    Communicates   over axis: all-reduce of the float32 gradients, or reduce-scatters when sharded;
+                   what start_reduction has begun is waited for
+    Raises         ValueError when start_reduction was called with another axis
     """
-    buffer, mains = optimizer.buffer, list(optimizer.main_grads.values())
-    if optimizer.num_shards == 1:
-        reduce_gradients_(mains if buffer is None else [buffer], axis)
-    elif buffer is not None:
-        width = BUCKET_NUMEL // optimizer.num_shards  # in slices: gloo copies what it is given
-        for mine, part in zip(optimizer.shard_buffer.split(width), buffer.split(width, 1)):
-            mine.copy_(axis.group.reduce_scatter(part, 0)[0])
+    if optimizer.reduction or (axis.size > 1 and optimizer.buffer is not None):
+        (optimizer.reduction or Reduction(optimizer, axis)).finish(axis)
+    elif optimizer.num_shards == 1:
+        reduce_gradients_(optimizer.main_grads, axis)
     else:
+        mains = list(optimizer.main_grads.values())
         mine = axis.group.reduce_scatter(torch.cat(mains, 1), 0)[0]
         for grad, part in zip(optimizer.grads.values(), mine.split([g.shape[1] for g in mains])):
             grad.copy_(part)
     return optimizer.grads
+
+
+def start_reduction(optimizer: BF16Optimizer, axis: Axis) -> None:
+    """Let the next backward pass, the last of a step, sum the main gradients beside it: each bucket
+    as soon as it is complete. Until reduce_main_grads, which waits for them, main_grads are in use.
+
+    Communicates   over axis, as reduce_main_grads, in buckets of 64 MiB, on every rank in the same
+                   order; nothing on devices that compile
+    Source         PyTorch DDP (Li et al. 2020), section 3.2
+    """
+    if optimizer.reduction is not None:  # of a step that was broken off
+        optimizer.reduction.remove_hooks()
+    if optimizer.buffer is not None and axis.size > 1:
+        optimizer.reduction = Reduction(optimizer, axis)
+        optimizer.reduction.watch_backward()
+
+
+class Reduction:
+    """The sums of one step, bucket by bucket, those of the last parameters first."""
+
+    def __init__(self, optimizer: BF16Optimizer, axis: Axis):
+        self.optimizer, self.axis = optimizer, axis
+        self.buckets: list[tuple[set[str], slice]] = []  # names still to come, columns of buffer
+        self.begun, self.under_way, self.hooks = 0, [], []
+        mains, end = optimizer.main_grads, 0
+        names = list(mains)
+        for at in _buckets(list(mains.values())):
+            numel = sum(mains[name].numel() for name in names[at])
+            start, end = end, end + numel // optimizer.num_shards
+            self.buckets.insert(0, (set(names[at]), slice(start, end)))
+
+    def watch_backward(self) -> None:
+        """Be told of every gradient that a backward pass completes."""
+        self.hooks = [
+            param.register_post_accumulate_grad_hook(partial(self._add, name))
+            for name, param in self.optimizer.params.items()
+        ]
+
+    def _add(self, name: str, param: Tensor) -> None:
+        """The backward pass has this gradient: begin the sums whose turn has come."""
+        left = next((names for names, _ in self.buckets if name in names), None)
+        if left is None:
+            raise RuntimeError(
+                f"{name} got a second gradient after start_reduction, when its sum had begun. Call "
+                "start_reduction before the last backward pass of a step."
+            )
+        self.optimizer.accumulate_grads(name)
+        left.remove(name)
+        while self.begun < len(self.buckets) and not self.buckets[self.begun][0]:
+            self._begin()
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        columns, shards = self.buckets[self.begun][1], self.optimizer.num_shards
+        width = -(-BUCKET_NUMEL // shards)  # a large tensor is summed in slices
+        for start in range(columns.start, columns.stop, width):
+            at = slice(start, min(start + width, columns.stop))
+            part, piece = self.optimizer.buffer[:, at], None
+            if shards > 1:
+                part, piece = part.flatten(), self.optimizer.shard_buffer[at]
+            self.under_way.append((self.axis.group.begin_sum(part, piece), part))
+            if len(self.under_way) > 2:  # parts are copies: not all of them at a time
+                self.under_way.pop(0)[0].wait()
+        self.begun += 1
+
+    def finish(self, axis: Axis) -> None:
+        """Begin the sums that have not begun, and wait for all."""
+        self.remove_hooks()
+        if axis != self.axis:
+            raise ValueError(
+                "start_reduction and reduce_main_grads must be given the same axis, not "
+                f"{self.axis.name} and {axis.name}."
+            )
+        while self.begun < len(self.buckets):
+            self._begin()
+        for work, _ in self.under_way:
+            work.wait()
+
+    def remove_hooks(self) -> None:
+        """The next backward pass is an ordinary one."""
+        for hook in self.hooks:
+            hook.remove()
+        self.optimizer.reduction = None
 
 
 @torch.no_grad()

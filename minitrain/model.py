@@ -87,13 +87,12 @@ def rope_frequencies(config: ModelConfig, device: torch.device, dtype: torch.dty
 def rope_tables(
     config: ModelConfig, position_ids_bs: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of each position's angles, [b, s, 1, K]; only the results are rounded to
+    """cos and sin of each position's angles, [b, s, 1, K / 2]; only the results are rounded to
     dtype.
     """
     exact = exact_dtype(dtype)
     frequency = rope_frequencies(config, position_ids_bs.device, exact)
-    angle = position_ids_bs[..., None].to(exact) * frequency
-    angle = torch.cat([angle, angle], -1).unsqueeze(2)
+    angle = (position_ids_bs[..., None].to(exact) * frequency).unsqueeze(2)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
@@ -101,7 +100,7 @@ def apply_rope(x_bshK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate element i of each head together with element i + K/2."""
     cos, sin = rope
     first, second = x_bshK.chunk(2, -1)
-    return x_bshK * cos + torch.cat([-second, first], -1) * sin
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def fused_attention(q_bSHK: Tensor, k_bSGK: Tensor, v_bSGK: Tensor, scale: float) -> Tensor:

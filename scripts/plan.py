@@ -126,17 +126,19 @@ def kept(layout: Layout, mode: str) -> int:
     none      N e (2 D + 2 D + 2 hK + 2 gK + 3 w): inputs and outputs of both norms; q, o, k, v;
               gate, up and their product, which tiles leave out. With sp, o a second time, as it
               comes back. tp_split_activations divides the norms' inputs by tp. And N f (2 + h).
-    full      N e D: the block's input
+    full      N e (D + hK) + N f h: the block's input, and what its attention returned; the latter
+              is not kept on devices that compile
     offload   nothing on the device, save two inputs on their way (see memory)
     """
     D, N, e = layout.model.hidden_size, layout.N, layout.e
     hK, gK, w, _ = layout.widths
     split = layout.tp if layout.config.tp_split_activations else 1
+    heads = hK // layout.model.head_dim
     if mode != "none":
-        return N * e * D // split if mode == "full" else 0
+        return N * (e * (D // split + hK) + layout.f * heads) if mode == "full" else 0
     mlp = 0 if layout.tiled else 3 * w
     outputs = 2 * D // split + 2 * D + (3 if layout.sp > 1 else 2) * hK + 2 * gK + mlp
-    return N * (e * outputs + layout.f * (2 + hK // layout.model.head_dim))
+    return N * (e * outputs + layout.f * (2 + heads))
 
 
 def working(layout: Layout) -> int:
@@ -162,7 +164,7 @@ def memory(layout: Layout, num_params: int) -> dict[str, float]:
     gradients     f P main gradients, + f P / R for the summed piece when the optimizer is sharded,
                   + e P: the model's own, before they are added to the main ones
     optimizer     3 f P, divided by R when sharded: masters and two moments
-    activations   L kept + N (e (3 D + 2 K) + 24): hidden states at both ends, RoPE tables, ids.
+    activations   L kept + N (e (3 D + K) + 24): hidden states at both ends, RoPE tables, ids.
                   Without checkpointing 1.5 L kept: what an allocator loses between tensors that
                   are kept and tensors that are freed, measured with glibc at 4,096 tokens
     working       see there
@@ -171,11 +173,9 @@ def memory(layout: Layout, num_params: int) -> dict[str, float]:
     """
     m, c, P, e, f = layout.model, layout.config, num_params, layout.e, layout.f
     v, shards = layout.widths[3], layout.R if c.shard_optimizer else 1
-    mode, ends = (
-        c.activation_checkpointing,
-        layout.N * (e * (3 * m.hidden_size + 2 * m.head_dim) + 24),
-    )
-    on_the_way = 2 * kept(layout, "full") if mode == "offload" else 0
+    mode, split = c.activation_checkpointing, layout.tp if c.tp_split_activations else 1
+    ends = layout.N * (e * (3 * m.hidden_size + m.head_dim) + 24)
+    on_the_way = 2 * layout.N * e * m.hidden_size // split if mode == "offload" else 0
     lost = 1.5 if mode == "none" else 1
     return {
         "weights": e * P,

@@ -23,7 +23,7 @@ from minitrain.data_sharder import Batch, one_ahead, shard_batch
 from minitrain.dataset import Dataset
 from minitrain.device import pick_device
 from minitrain.grad_clipper import clip_grad_norm_
-from minitrain.grad_reducer import gather_params, reduce_main_grads
+from minitrain.grad_reducer import gather_params, reduce_main_grads, start_reduction
 from minitrain.launch import init_distributed, launched_world_size, set_timeout, shut_down
 from minitrain.log import RunLog
 from minitrain.lora import LORA_TARGETS, seed_dropout
@@ -158,8 +158,7 @@ def train_step(
     """Make one update from one global batch, of which this rank has its share as micro-batches.
 
     Returns   one-element tensors, equal on every rank: loss (nats per loss token), grad_norm
-              (before clipping), lr, loss_tokens, skipped. Reading them is the only thing that
-              waits.
+              (before clipping), lr, loss_tokens, skipped. Only reading them waits.
     """
     # 1. Count the loss tokens of the whole step: all micro-batches, all ranks.
     loss_tokens = count_tokens(micro_batches, mesh.dp_sp)
@@ -171,6 +170,8 @@ def train_step(
     #    the gradients add up in float32 main gradients.
     for batch in micro_batches:
         micro_loss_sum = summed_loss(model, batch, mesh, config)
+        if mesh.device.overlaps and batch is micro_batches[-1]:
+            start_reduction(optimizer, mesh.dp_sp)  # the sum of 3., beside this backward pass
         (micro_loss_sum / divisor).backward()
         optimizer.accumulate_grads()
         loss_sum = loss_sum + micro_loss_sum.detach().view(1)
@@ -278,7 +279,6 @@ def main(config: TrainConfig) -> None:
     init_distributed(device)
     mesh = init_mesh(config.sp, config.tp, device)
     log, checkpoints = start_run(config, mesh, Path(__file__))
-
     model, shard_spec, model_dir = make_model(config, mesh)
     tokenizer, *rows = open_data(config, model_dir, model.config, device, log)
     shards = mesh.dp_sp if config.shard_optimizer else Axis("none")

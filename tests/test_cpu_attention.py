@@ -107,6 +107,6 @@ def test_other_precisions_are_left_to_the_fused_kernel(dtype):
 
 
 def test_memory_does_not_grow_with_the_square():
-    """Scores of all queries at once."""
+    """Scores of all queries at once; or fresh memory for each call."""
     space = [module._space(torch.empty(8, 3, n, 64, device="meta")).numel() for n in (2**15, 2**17)]
     assert space[1] <= 4 * space[0] and space[0] <= 3 * 256 * 2**15

@@ -7,9 +7,14 @@ from torch import nn
 
 from minitrain import grad_reducer
 from minitrain.bf16_optimizer import BF16Optimizer
-from minitrain.grad_reducer import gather_params, reduce_gradients_, reduce_main_grads
+from minitrain.grad_reducer import (
+    gather_params,
+    reduce_gradients_,
+    reduce_main_grads,
+    start_reduction,
+)
 from minitrain.launch import run_ranks
-from minitrain.mesh import init_mesh
+from minitrain.mesh import Axis, init_mesh
 
 SHAPES = {"matrix": (5, 3), "norm": (7,), "one": (1,), "wide": (2, 8)}
 
@@ -88,9 +93,9 @@ def test_bytes_on_the_wire():
     """More is sent than one sum of the main gradients, or one scatter and one gather of bf16."""
     n = 15 + 7 + 1 + 16  # divided by 3 ranks: pieces of 5, 3, 1, 6
     for _, calls in run_ranks(trained, 3, torch.bfloat16, False, 1, 3):
-        assert calls == [("all_reduce", 4 * n)]
+        assert calls == [("begin_sum", 4 * n)]
     for _, calls in run_ranks(trained, 3, torch.bfloat16, True, 1, 3):
-        assert calls == [("reduce_scatter", 4 * 3 * 15), ("all_gather", 2 * 15)]
+        assert calls == [("begin_sum", 4 * 3 * 15), ("all_gather", 2 * 15)]
 
 
 def a_rank_without_tokens():
@@ -108,3 +113,81 @@ def test_a_rank_without_gradients_takes_part():
     """A rank whose loss has no token leaves the collective out: the others hang (case 2)."""
     for grad in run_ranks(a_rank_without_tokens, 2, timeout_s=20):
         assert grad.tolist() == [1.0] * 4
+
+
+def overlapped(shard: bool, bucket: int, silent: str):
+    """The sum beside a backward pass, and after it, of gradients that differ by rank; in place of
+    one parameter's gradient there is none.
+    """
+    grad_reducer.BUCKET_NUMEL = bucket
+    axis = counting_mesh().dp_sp
+    sums = []
+    for begins in (False, True):
+        params = {n: nn.Parameter(torch.ones(shape).double()) for n, shape in SHAPES.items()}
+        shards = (axis.size, axis.rank) if shard else (1, 0)
+        optimizer = BF16Optimizer(params.items(), torch.optim.SGD, *shards)
+        for micro in range(2):
+            if begins and micro == 1:
+                start_reduction(optimizer, axis)
+            grads = of_rank(10 * micro + axis.rank)
+            sum((grads[n] * p).sum() for n, p in params.items() if n != silent).backward()
+            optimizer.accumulate_grads()
+        axis.group.calls.clear()
+        begun = optimizer.reduction.begun if begins else 0
+        sums.append({n: g.clone() for n, g in reduce_main_grads(optimizer, axis).items()})
+    return sums, begun, optimizer.reduction
+
+
+@pytest.mark.parametrize("silent", ["", "norm"])
+@pytest.mark.parametrize("bucket", [1000, 16, 3])
+@pytest.mark.parametrize("shard", [False, True])
+def test_the_sum_beside_the_backward_pass_is_the_same(shard, bucket, silent):
+    """Red when a bucket is summed before its last gradient, twice, never, or into another place; or
+    when nothing is begun before the backward pass has ended.
+    """
+    for (after, beside), begun, left in run_ranks(overlapped, 3, shard, bucket, silent):
+        assert left is None and after.keys() == beside.keys()
+        assert all(torch.allclose(beside[n], g, rtol=1e-14) for n, g in after.items())
+        assert begun == {
+            (1000, ""): 1,
+            (16, ""): 3,
+            (3, ""): 4,
+            (3, "norm"): 2,
+            (16, "norm"): 1,
+        }.get((bucket, silent), 0)
+
+
+def misused(second: str):
+    axis = init_mesh().dp_sp
+    param = nn.Parameter(torch.ones(2))
+    optimizer = BF16Optimizer([("w", param)], torch.optim.SGD)
+    start_reduction(optimizer, axis)
+    (param.sum() * 2).backward()
+    if second == "backward":
+        param.sum().backward()
+    reduce_main_grads(optimizer, Axis("dp") if second == "axis" else axis)
+
+
+@pytest.mark.parametrize(
+    "second, words",
+    [("backward", "w got a second gradient after start_reduction"), ("axis", "the same axis, not")],
+)
+def test_misuse_of_start_reduction(second, words):
+    """Red when a gradient after the sum is lost in silence, or the sum is over other ranks."""
+    with pytest.raises(Exception, match=words):
+        run_ranks(misused, 2, second, timeout_s=20)
+
+
+def broken_off():
+    axis = init_mesh().dp_sp
+    params = {n: nn.Parameter(torch.ones(1)) for n in "ab"}
+    optimizer = BF16Optimizer(params.items(), torch.optim.SGD)
+    for _ in range(2):  # the first ends before its backward pass
+        start_reduction(optimizer, axis)
+    sum(params.values()).backward()
+    return [grad.item() for grad in reduce_main_grads(optimizer, axis).values()]
+
+
+def test_a_step_that_was_broken_off():
+    """Red when hooks of an earlier step add each gradient once more."""
+    assert run_ranks(broken_off, 2) == [[2.0, 2.0]] * 2

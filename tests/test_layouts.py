@@ -7,8 +7,10 @@ import pytest
 import torch
 from layout_runs import SETTINGS, build, expected, golden_file, run_steps, train
 
+from minitrain import grad_reducer
 from minitrain.data_sharder import shard_batch
 from minitrain.dataset import Rows
+from minitrain.device import Device
 from minitrain.launch import run_ranks
 from minitrain.mesh import init_mesh
 
@@ -77,6 +79,22 @@ def test_golden_run_on_every_layout(data, alone, dp, sp, tp, sharded, micro):
     assert relative(run.losses, [step["loss"] for step in expected()]) < 1e-9
     assert relative(run.norms, [step["grad_norm"] for step in expected()]) < 1e-9
     assert differs(run.weights, alone.weights) < 1e-9
+
+
+def steps_with_overlap(data, changes):
+    Device.overlaps, grad_reducer.BUCKET_NUMEL = True, 20_000
+    return run_steps(data, changes)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("dp", "sp", "tp"), [(2, 1, 1), (1, 2, 2), (2, 2, 2)])
+def test_the_sum_beside_the_backward_pass(data, alone, dp, sp, tp, sharded):
+    """Red when what cuda does, sums begun during the last backward pass, gives other numbers."""
+    changes = {"sp": sp, "tp": tp, "shard_optimizer": sharded}
+    for run in run_ranks(steps_with_overlap, dp * sp * tp, data, changes, timeout_s=600):
+        assert relative(run.losses, [step["loss"] for step in expected()]) < 1e-9
+        assert relative(run.norms, [step["grad_norm"] for step in expected()]) < 1e-9
+        assert differs(run.weights, alone.weights) < 1e-9
 
 
 @pytest.mark.parametrize("micro", [4, 8])

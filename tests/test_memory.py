@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import close, counting_mesh, lively_weights, tiny_config, tiny_model
 from layout_runs import SETTINGS
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitrain import memory
 from minitrain.device import Device
@@ -149,6 +150,33 @@ def test_compiled_blocks(mode):
     same(gradients(model, tokens(9)), gradients(made(), tokens(9)))
 
 
+class Attention(TorchDispatchMode):
+    """Notes what each forward pass of attention returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.results = 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "attention" in str(func) and "backward" not in str(func):
+            self.calls += 1
+            self.results += result
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_attention_is_computed_once(mode, dtype):
+    """Red when a checkpointed block computes its attention again, or in other numbers."""
+    model = made(mode).to(dtype)
+    ids = tokens(128)
+    with Attention() as attention:
+        found = gradients(model, ids)
+    assert attention.calls == CONFIG.num_layers
+    same(found, gradients(made().to(dtype), ids))
+
+
 @pytest.mark.parametrize("mode, runs", [("none", 2), ("full", 2)])
 def test_a_checkpointed_mlp_is_not_computed_three_times(mode, runs):
     """Red when a block that is computed again includes the tiles, which compute themselves
@@ -162,7 +190,9 @@ def test_a_checkpointed_mlp_is_not_computed_three_times(mode, runs):
 
 
 def kept_bytes(model, length: int) -> int:
-    """Bytes that a forward pass keeps for the backward pass, parameters left out."""
+    """Bytes that a forward pass keeps for the backward pass, parameters left out. Of attention,
+    which is never computed again, what it returned.
+    """
     params = {p.data_ptr() for p in model.parameters()}
     kept = {}
 
@@ -173,14 +203,16 @@ def kept_bytes(model, length: int) -> int:
         return x
 
     ids = tokens(length)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), Attention() as attention:
         model.hidden(ids, torch.arange(length).expand_as(ids))
+    for x in attention.results:
+        pack(x)
     return sum(size for size, _ in kept.values())
 
 
-def test_what_is_kept_grows_by_one_input_a_block():
-    """Red when checkpointing keeps more than a block's input, or tiles keep the MLP's
-    activations.
+def test_what_is_kept_grows_by_one_input_and_one_attention_a_block():
+    """Red when checkpointing keeps more than a block's input and what attention returned, or tiles
+    keep the MLP's activations.
     """
     per_token = {
         key: (kept_bytes(made(*key), 64) - kept_bytes(made(*key), 32)) / 32 / 8
@@ -189,7 +221,10 @@ def test_what_is_kept_grows_by_one_input_a_block():
     hidden, wide, layers = CONFIG.hidden_size, CONFIG.intermediate_size, CONFIG.num_layers
     assert per_token["none", 8] <= per_token["none", 0] - 3 * wide * layers
     # Beside the inputs: ids, two RoPE tables, the final norm.
-    assert per_token["full", 8] <= hidden * layers + 1 + 2 * CONFIG.head_dim + 4 * hidden
+    attention = CONFIG.num_heads * (CONFIG.head_dim + 1)
+    ends = 1 + CONFIG.head_dim + 4 * hidden
+    assert per_token["full", 8] <= (hidden + attention) * layers + ends
+    assert per_token["full", 8] >= (hidden + attention) * layers  # all of it was seen
 
 
 class ListStore(list):
