@@ -1,4 +1,5 @@
-"""Attention cores that take the place of model.causal_attention on accelerators.
+"""Attention cores that take the place of model.causal_attention on accelerators, and what
+checkpoints keep of attention.
 
 Devices that compile want every shape fixed, whatever documents a row holds; cuda wants one kernel
 for all of them.
@@ -9,10 +10,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import checkpoint
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -103,3 +106,22 @@ def variable_length_attention(
         return o.unflatten(0, q_bSHK.shape[:2])
 
     return attend
+
+
+def keep_attention() -> dict:
+    """Arguments that make torch.utils.checkpoint keep what attention returned: as much memory as
+    its input, while to compute it again takes time that grows with the square of the sequence.
+
+    Source   DistFlashAttn (Li et al. 2023)
+    """
+
+    def choose(context, operator, *args, **kwargs) -> checkpoint.CheckpointPolicy:
+        name = str(operator)  # every forward pass of attention on cpu and cuda is called so
+        kept = "attention" in name or "attn" in name
+        policies = checkpoint.CheckpointPolicy
+        return policies.MUST_SAVE if kept else policies.PREFER_RECOMPUTE
+
+    # In torch 2.9 this mode turns compilation off (pytorch issue 161889).
+    if not checkpoint._CachingTorchDispatchMode.ignore_compile_internals():
+        return {}
+    return {"context_fn": partial(checkpoint.create_selective_checkpoint_contexts, choose)}

@@ -87,8 +87,10 @@ def start_reduction(optimizer: BF16Optimizer, axis: Axis) -> None:
     if optimizer.reduction is not None:  # of a step that was broken off
         optimizer.reduction.remove_hooks()
     if optimizer.buffer is not None and axis.size > 1:
-        optimizer.reduction = Reduction(optimizer, axis)
-        optimizer.reduction.watch_backward()
+        reduction = optimizer.reduction = Reduction(optimizer, axis)
+        for name, param in optimizer.params.items():
+            hook = param.register_post_accumulate_grad_hook(partial(reduction.add, name))
+            reduction.hooks.append(hook)
 
 
 class Reduction:
@@ -98,27 +100,18 @@ class Reduction:
         self.optimizer, self.axis = optimizer, axis
         self.buckets: list[tuple[set[str], slice]] = []  # names still to come, columns of buffer
         self.begun, self.under_way, self.hooks = 0, [], []
-        mains, end = optimizer.main_grads, 0
-        names = list(mains)
-        for at in _buckets(list(mains.values())):
-            numel = sum(mains[name].numel() for name in names[at])
-            start, end = end, end + numel // optimizer.num_shards
+        names, mains, end = list(optimizer.main_grads), list(optimizer.main_grads.values()), 0
+        for at in _buckets(mains):
+            start, end = end, end + sum(main.numel() for main in mains[at]) // optimizer.num_shards
             self.buckets.insert(0, (set(names[at]), slice(start, end)))
 
-    def watch_backward(self) -> None:
-        """Be told of every gradient that a backward pass completes."""
-        self.hooks = [
-            param.register_post_accumulate_grad_hook(partial(self._add, name))
-            for name, param in self.optimizer.params.items()
-        ]
-
-    def _add(self, name: str, param: Tensor) -> None:
+    def add(self, name: str, param: Tensor) -> None:
         """The backward pass has this gradient: begin the sums whose turn has come."""
         left = next((names for names, _ in self.buckets if name in names), None)
         if left is None:
             raise RuntimeError(
-                f"{name} got a second gradient after start_reduction, when its sum had begun. Call "
-                "start_reduction before the last backward pass of a step."
+                f"{name} got a second gradient after start_reduction, when its sum can have begun. "
+                "Call it before the last backward pass of a step."
             )
         self.optimizer.accumulate_grads(name)
         left.remove(name)

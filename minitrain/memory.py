@@ -14,16 +14,11 @@ import ctypes
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    _CachingTorchDispatchMode,
-    create_selective_checkpoint_contexts,
-)
 
+from minitrain.attention import keep_attention
 from minitrain.collectives import copy_to
 from minitrain.device import Device
 from minitrain.kernels import exact_dtype, swiglu
@@ -129,25 +124,11 @@ def _tell_allocator(give_back: bool) -> None:
 # Activation checkpointing
 
 
-def _keeps_attention(context, operator, *args, **kwargs) -> CheckpointPolicy:
-    """Keep what the forward passes of attention return: cpu's and cuda's all have it in the
-    name.
-    """
-    is_one = any(word in str(operator) for word in ("attention", "attn"))
-    return CheckpointPolicy.MUST_SAVE if is_one else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def _checkpointed(device: Device, store: HostStore | None) -> Callable[..., Tensor]:
     """A run_block that keeps the block's inputs and its attention's result; with a store the inputs
     alone, h on the host.
-
-    Source   keeping attention's result: DistFlashAttn (Li et al. 2023). It takes as much memory as
-             h; computing it again takes time that grows with the square of the sequence
     """
-    keep = {}
-    # In torch 2.9 its dispatch mode turns compilation off (pytorch issue 161889).
-    if not device.compiles and _CachingTorchDispatchMode.ignore_compile_internals():
-        keep = {"context_fn": partial(create_selective_checkpoint_contexts, _keeps_attention)}
+    keep = {} if store or device.compiles else keep_attention()
 
     def run_block(block: nn.Module, h_bsD: Tensor, *rest) -> Tensor:
         if not torch.is_grad_enabled():

@@ -94,7 +94,7 @@ class TrainConfig:
     dtype: Literal["bf16", "fp32", "fp64"] = "bf16"
     """Of parameters and activations. bf16 trains fp32 masters; fp64 is all float64, to check."""
     activation_checkpointing: Literal["none", "full", "offload"] = "none"
-    """full: keep each block's input, compute the rest again; offload: keep it on the host."""
+    """full: keep each block's input and attention's output; offload: its input, on the host."""
     tile_tokens: int = 1024
     """Tokens per tile of the loss and the MLP, which hold one tile at a time; 0: no tiles."""
     compile: bool = False
