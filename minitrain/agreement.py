@@ -9,6 +9,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -42,16 +44,31 @@ def tell_all(words: str, host: Axis) -> list[str]:
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
 
 
+def first_error(error: Exception | None, host: Axis) -> str:
+    """The words of the first rank that has an error, on every rank; "" when none has."""
+    said = tell_all(str(error) if error else "", host)
+    return next((words for words in said if words), "")
+
+
 def raise_together(error: Exception | None, host: Axis) -> None:
     """Raise on every rank when any rank has an error, in its words, so that no rank waits for it.
 
     Communicates   as tell_all
     Raises         ValueError
     """
-    said = tell_all(str(error) if error else "", host)
-    first = next((words for words in said if words), None)
-    if first:
-        raise ValueError(first) from error
+    if words := first_error(error, host):
+        raise ValueError(words) from error
+
+
+@contextmanager
+def together(host: Axis) -> Iterator[None]:
+    """Do on each rank what may fail on one alone, then raise_together its ValueError or OSError."""
+    error = None
+    try:
+        yield
+    except (ValueError, OSError) as caught:
+        error = caught
+    raise_together(error, host)
 
 
 class Interrupt:

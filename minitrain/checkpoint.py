@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minitrain.agreement import host_axis, raise_together
+from minitrain.agreement import host_axis, together
 from minitrain.bf16_optimizer import BF16Optimizer
 from minitrain.checkpoint_files import (
     Piece,
@@ -57,15 +57,16 @@ def save_checkpoint(
     Raises         ValueError on every rank when a rank could not write
     """
     host, part = host_axis(mesh.device), path.with_name(f".{path.name}.part")
-    error = _attempt(_clear, part) if mesh.rank == 0 else None
-    raise_together(error, host)
-    tensors = copy_to_host(state_pieces(optimizer, shard_spec, mesh), {})
-    mesh.device.wait()
-    error = _attempt(write_rank, part, mesh.rank, tensors)
-    raise_together(error, host)
-    if mesh.rank == 0:
-        error = _attempt(publish, part, path, step, mesh, settings or {})
-    raise_together(error, host)
+    with together(host):
+        if mesh.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+    tensors = pieces_on_host(optimizer, shard_spec, mesh, {})
+    with together(host):
+        write_rank(part, mesh.rank, tensors)
+    with together(host):
+        if mesh.rank == 0:
+            publish(part, path, step, mesh, settings or {})
 
 
 def load_checkpoint(path: Path, optimizer: BF16Optimizer, shard_spec: ShardSpec, mesh: Mesh) -> int:
@@ -77,12 +78,8 @@ def load_checkpoint(path: Path, optimizer: BF16Optimizer, shard_spec: ShardSpec,
     Communicates   words over all ranks; all-gather over dp_sp of the model when sharded
     Raises         ValueError on every rank when a file is missing, damaged, or of another model
     """
-    error, step = None, 0
-    try:
+    with together(host_axis(mesh.device)):
         step = _load(Path(path), optimizer, shard_spec, mesh)
-    except (ValueError, OSError) as caught:
-        error = caught
-    raise_together(error, host_axis(mesh.device))
     with torch.no_grad():
         if optimizer.num_shards == 1:
             for name, param in optimizer.params.items():
@@ -97,15 +94,14 @@ def state_pieces(
     """What this rank saves: name -> flat tensor on the device, and which piece it is."""
     pieces = {}
     for name, master in optimizer.masters.items():
-        held = _held(name, optimizer, spec, mesh)
-        size = -(-optimizer.params[name].numel() // mesh.dp_sp.size)
-        begin, end = (min((mesh.dp_sp.rank + n) * size, held.share_numel) for n in (0, 1))
+        held = _piece(name, optimizer, spec, mesh, optimizer.num_shards, optimizer.shard_rank)
+        saved = _piece(name, optimizer, spec, mesh, mesh.dp_sp.size, mesh.dp_sp.rank)
+        part = slice(saved.begin - held.begin, saved.end - held.begin)
         repeated = spec[name] is None and mesh.tp.rank > 0
         for key, tensor in {"master": master, **optimizer.optimizer.state.get(master, {})}.items():
             if isinstance(tensor, Tensor) and tensor.shape == master.shape:
-                if begin < end and not repeated:
-                    flat = tensor.detach().reshape(-1)[begin - held.begin : end - held.begin]
-                    pieces[f"{key}/{name}"] = flat, Piece(held.shape, held.share, begin, end)
+                if saved.begin < saved.end and not repeated:
+                    pieces[f"{key}/{name}"] = tensor.detach().reshape(-1)[part], saved
             elif isinstance(tensor, Tensor) and tensor.numel() == 1:
                 if mesh.rank == 0:
                     pieces[f"{key}/{name}"] = tensor.detach().reshape(1), SCALAR
@@ -120,18 +116,20 @@ def state_pieces(
     return pieces | {name: (flat, Piece.whole(flat.shape)) for name, flat in others.items()}
 
 
-def copy_to_host(
-    pieces: dict[str, tuple[Tensor, Piece]], buffers: dict[str, Tensor]
+def pieces_on_host(
+    optimizer: BF16Optimizer, spec: ShardSpec, mesh: Mesh, buffers: dict[str, Tensor]
 ) -> dict[str, tuple[Tensor, Piece]]:
-    """Copy pieces into host tensors of their own; the caller waits for the device.
+    """Copies of state_pieces on the host; waits for the device.
 
     buffers    name -> host tensor, filled here and used again: new memory is what costs most
     """
+    pieces = state_pieces(optimizer, spec, mesh)
     for name, (tensor, _) in pieces.items():
         if name not in buffers or buffers[name].shape != tensor.shape:
             pinned = tensor.device.type == "cuda"
             buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
         buffers[name].copy_(tensor, non_blocking=True)
+    mesh.device.wait()
     return {name: (buffers[name], piece) for name, (_, piece) in pieces.items()}
 
 
@@ -155,8 +153,7 @@ def publish(part: Path, path: Path, step: int, mesh: Mesh, settings: dict) -> No
         files[f"{entry.stem}.safetensors"] = json.loads(entry.read_text())
         entry.unlink()
     layout = {axis: getattr(mesh, axis).size for axis in ("dp", "sp", "tp")}
-    fields = {"step": step, "layout": layout, "settings": settings, "files": files}
-    write_manifest(part, fields)
+    write_manifest(part, {"step": step, "layout": layout, "settings": settings, "files": files})
     part.rename(path)
     fsync_directory(path.parent)
 
@@ -175,7 +172,8 @@ def _load(path: Path, optimizer: BF16Optimizer, spec: ShardSpec, mesh: Mesh) -> 
         keys[of].append(key)
     states = {}
     for name, master in progress(optimizer.masters.items(), "resuming", mesh.rank):
-        held, states[master] = _held(name, optimizer, spec, mesh), {}
+        held = _piece(name, optimizer, spec, mesh, optimizer.num_shards, optimizer.shard_rank)
+        states[master] = {}
         for key in keys[name]:
             found = index[f"{key}/{name}"]
             scalar = found[0].pieces[f"{key}/{name}"] == SCALAR and held != SCALAR
@@ -197,14 +195,16 @@ def _load(path: Path, optimizer: BF16Optimizer, spec: ShardSpec, mesh: Mesh) -> 
     return manifest["step"]
 
 
-def _held(name: str, optimizer: BF16Optimizer, spec: ShardSpec, mesh: Mesh) -> Piece:
-    """The piece that this rank's master is, without what only fills it up: the padding of a
-    vocabulary is at the end of the share, and that of a shard at the end of the last ones.
+def _piece(
+    name: str, optimizer: BF16Optimizer, spec: ShardSpec, mesh: Mesh, num_parts: int, number: int
+) -> Piece:
+    """Part number of this rank's share, without what only fills it up: the padding of a vocabulary
+    is at the end of the share, and that of a shard at the end of the last ones.
     """
     share = tuple((part.start, part.stop) for part in share_slices(name, spec, mesh))
     numel = prod(stop - start for start, stop in share)
-    size = -(-optimizer.params[name].numel() // optimizer.num_shards)
-    begin, end = (min((optimizer.shard_rank + n) * size, numel) for n in (0, 1))
+    size = -(-optimizer.params[name].numel() // num_parts)
+    begin, end = (min((number + n) * size, numel) for n in (0, 1))
     return Piece(tuple(spec.shapes[name]), share, begin, end)
 
 
@@ -247,17 +247,3 @@ def _check_model(path: Path, index: dict, optimizer: BF16Optimizer, spec: ShardS
                 f"{path}, and here it is {words[1]}. Pass the --model and --lora-rank it was made "
                 "with, or another --out."
             )
-
-
-def _attempt(action, *args) -> OSError | None:
-    """Run what may fail on one rank alone; the error is raised later, on every rank."""
-    try:
-        action(*args)
-    except OSError as error:
-        return error
-    return None
-
-
-def _clear(part: Path) -> None:
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)

@@ -51,17 +51,13 @@ class Piece:
     def whole(cls, shape: tuple[int, ...]) -> Piece:
         return cls(tuple(shape), tuple((0, size) for size in shape), 0, prod(shape))
 
-    @property
-    def share_numel(self) -> int:
-        return prod(stop - start for start, stop in self.share)
-
 
 def overlaps(source: Piece, target: Piece) -> Iterator[tuple[int, int, int]]:
     """Yield the runs of elements that two pieces of a tensor have in common.
 
     Shares may differ in one dim. Returns (first in source, in target, from their begins; count).
     """
-    runs = [(0, 0, source.share_numel)]
+    runs = [(0, 0, prod(stop - start for start, stop in source.share))]
     if source.share != target.share:
         pairs = list(zip(source.share, target.share))
         (dim,) = (d for d, (a, b) in enumerate(pairs) if a != b)
@@ -98,8 +94,8 @@ def write_pieces(file: Path, pieces: dict[str, tuple[Tensor, Piece]]) -> dict:
     text += b" " * (-len(text) % 8)  # data begins at a multiple of 8 bytes
     text = len(text).to_bytes(8, "little") + text
     sums, filled = [zlib.crc32(text)], BLOCK  # bytes in the last block
-    with file.open("wb", buffering=0) as stream:
-        _write(stream, memoryview(text))
+    with file.open("wb") as stream:
+        stream.write(text)
         for tensor, _ in pieces.values():
             data = memoryview(tensor.view(torch.uint8).numpy())
             while data:
@@ -108,14 +104,10 @@ def write_pieces(file: Path, pieces: dict[str, tuple[Tensor, Piece]]) -> dict:
                 part, data = data[: BLOCK - filled], data[BLOCK - filled :]
                 sums[-1] = zlib.crc32(part, sums[-1])
                 filled += len(part)
-                _write(stream, part)
+                stream.write(part)
+        stream.flush()
         os.fsync(stream.fileno())
     return {"bytes": len(text) + end, "header_bytes": len(text), "crc32": sums}
-
-
-def _write(stream, data: memoryview) -> None:
-    while data:
-        data = data[stream.write(data) :]
 
 
 class PieceFile:
@@ -129,7 +121,7 @@ class PieceFile:
     def __init__(self, path: Path, entry: dict):
         self.path, self.entry, self.loaded = path, entry, (-1, b"")
         try:
-            self.stream = path.open("rb", buffering=0)
+            self.stream = path.open("rb")
         except FileNotFoundError:
             raise damaged(path, "is missing") from None
         size = os.fstat(self.stream.fileno()).st_size
@@ -163,9 +155,7 @@ class PieceFile:
 
     def _verified(self, number: int, begin: int, end: int) -> memoryview:
         self.stream.seek(begin)
-        data = bytearray()
-        while len(data) < end - begin and (part := self.stream.read(end - begin - len(data))):
-            data += part
+        data = self.stream.read(end - begin)
         if len(data) < end - begin or zlib.crc32(data) != self.entry["crc32"][number]:
             raise damaged(self.path, f"is not as it was written, in bytes {begin:,} to {end:,}")
         return memoryview(data)
@@ -177,8 +167,9 @@ class PieceFile:
 def write_manifest(directory: Path, fields: dict) -> None:
     """Write the manifest last of all and wait until it is on the disk."""
     text = _manifest_text({"format": FORMAT, "version": VERSION, **fields})
-    with (directory / MANIFEST).open("wb", buffering=0) as stream:
-        _write(stream, memoryview(text))
+    with (directory / MANIFEST).open("wb") as stream:
+        stream.write(text)
+        stream.flush()
         os.fsync(stream.fileno())
     fsync_directory(directory)
 

@@ -23,11 +23,9 @@ def precompiling() -> bool:
 
 
 def check_environment(kind: str, kinds: tuple[str, ...], dtype: str = "") -> None:
-    """Refuse a device that is not here, or an environment that would change its numbers.
+    """Refuse an absent device, or an environment that would change its numbers; ValueError.
 
     dtype     the run's --dtype: fp64 needs a device that computes in float64
-
-    Raises    ValueError
     """
     if kind not in kinds:
         raise ValueError(f"device must be one of auto, {', '.join(kinds)}, not {kind!r}.")
@@ -106,11 +104,9 @@ def traps(kind: str) -> list[str]:
 
 
 def check_xla_world(seen: int, started: int, hardware: str) -> None:
-    """Refuse a world that XLA's runtime does not see: every collective would quietly do nothing.
+    """Refuse a world that XLA's runtime does not see, whose collectives do nothing; ValueError.
 
     seen, started   processes, as XLA's runtime and as the launcher count them
-
-    Raises          ValueError
     """
     if seen != started:
         raise ValueError(

@@ -126,7 +126,6 @@ def _rank_main(pipe, rank: int, world_size: int, store: str, fn: Callable, args:
     except BaseException:
         message = pickle.dumps((False, traceback.format_exc()))
     pipe.send_bytes(message)
-    pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a forked child must not run the parent's exit handlers
@@ -135,14 +134,11 @@ def _rank_main(pipe, rank: int, world_size: int, store: str, fn: Callable, args:
 def _collect(pipes: list, processes: list, timeout_s: float) -> list:
     """Every rank's message; after a failure the others have a moment to report theirs."""
     results, failures = {}, {}
+    silent = {pipe: rank for rank, pipe in enumerate(pipes)}
     deadline = time.monotonic() + timeout_s
-    while len(results) + len(failures) < len(pipes):
-        open_pipes = [p for r, p in enumerate(pipes) if r not in results and r not in failures]
-        ready = wait(open_pipes, max(0.0, deadline - time.monotonic()))
-        if not ready:
-            break
+    while silent and (ready := wait(silent, max(0.0, deadline - time.monotonic()))):
         for pipe in ready:
-            rank = pipes.index(pipe)
+            rank = silent.pop(pipe)
             try:
                 ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
@@ -153,7 +149,7 @@ def _collect(pipes: list, processes: list, timeout_s: float) -> list:
             deadline = min(deadline, time.monotonic() + 2)
     if failures:
         raise RuntimeError("\n".join(f"rank {r}: {text}" for r, text in sorted(failures.items())))
-    if len(results) < len(pipes):
-        late = [r for r in range(len(pipes)) if r not in results]
+    if silent:
+        late = list(silent.values())
         raise TimeoutError(f"ranks {late} of {len(pipes)} had not ended after {timeout_s} s.")
     return [results[rank] for rank in range(len(pipes))]

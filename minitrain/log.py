@@ -6,7 +6,6 @@ Needs no torch. metrics.jsonl is always JSON: a number that is not finite is wri
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import time
@@ -149,7 +148,7 @@ class RunLog:
         """
         if self.file is None:
             return
-        line = {name: value if _is_finite(value) else None for name, value in record.items()}
+        line = json.loads(json.dumps(record), parse_constant=lambda name: None)  # NaN, Infinity
         self.waiting += json.dumps(line, allow_nan=False).encode() + b"\n"
         size = self.file.seek(0, os.SEEK_END)
         try:
@@ -199,10 +198,6 @@ def _figures(record: dict) -> list[str]:
     formats["tokens_per_second"] = "{:,.0f} tokens/s"
     found = {name: record.get(name) for name in formats}
     return [formats[name].format(value) for name, value in found.items() if value is not None]
-
-
-def _is_finite(value) -> bool:
-    return not (isinstance(value, float) and not math.isfinite(value))
 
 
 def _parse(line: bytes) -> dict | None:

@@ -146,7 +146,7 @@ def add_lora(model: CausalLM, config: LoRAConfig, mesh: Mesh, shard_spec: ShardS
         A = _random_factor(f"{name}.lora_A", config, num_in)
         A = share(A, mesh.tp, 1) if row else A
         B = layer.weight.new_zeros(layer.weight.shape[0], config.rank)
-        _replace(model, name, LoRALinear(layer, A.to(layer.weight), B, config))
+        model.set_submodule(name, LoRALinear(layer, A.to(layer.weight), B, config))
         shard_spec[f"{name}.lora_A"] = 1 if row else None
         shard_spec[f"{name}.lora_B"] = 0 if column else None
         shard_spec.shapes[f"{name}.lora_A"] = (config.rank, num_in)
@@ -207,7 +207,7 @@ def merge_lora(model: CausalLM, shard_spec: ShardSpec | None = None) -> None:
         exact = exact_dtype(layer.weight.dtype)
         update = module.lora_B.to(exact) @ module.lora_A.to(exact)
         layer.weight.copy_(layer.weight.to(exact) + module.scale * update)
-        _replace(model, name, layer)
+        model.set_submodule(name, layer)
         for factor in ("lora_A", "lora_B") if shard_spec else ():
             del shard_spec[f"{name}.{factor}"], shard_spec.shapes[f"{name}.{factor}"]
     model.requires_grad_(True)
@@ -236,11 +236,6 @@ def _random_factor(name: str, config: LoRAConfig, num_in: int) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
     bound = num_in**-0.5
     return torch.empty(config.rank, num_in).uniform_(-bound, bound, generator=generator)
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
 
 
 def _no_target(target: str, linears: dict[str, tuple[int, ...]]) -> str:

@@ -118,10 +118,10 @@ def final_words(model: CausalLM, tokenizer, rows: Dataset, config, mesh: Mesh) -
         parts += ["its continuation by the model:", tokenizer.decode(more)]
     records = read_metrics(config.out / "metrics.jsonl") if mesh.rank == 0 else []
     curves = {
-        name: [(r["step"], r[key]) for r in records if r.get(key) is not None]
+        name: [(r["step"], r.get(key)) for r in records]
         for name, key in (("loss", "loss"), ("held-out loss", "eval_loss"))
     }
-    parts.append(text_plot({name: points for name, points in curves.items() if points}))
+    parts.append(text_plot(curves))
     if not records:
         return ""
     steps, final = [r for r in records if "step_seconds" in r], config.out / "final"

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from minitrain.agreement import Interrupt, host_axis, raise_together, tell_all
+from minitrain.agreement import Interrupt, first_error, host_axis, tell_all, together
 from minitrain.bf16_optimizer import BF16Optimizer
-from minitrain.checkpoint import copy_to_host, load_checkpoint, publish, state_pieces, write_rank
+from minitrain.checkpoint import load_checkpoint, pieces_on_host, publish, write_rank
 from minitrain.checkpoint_files import read_manifest
 from minitrain.collectives import all_reduce
 from minitrain.corpus import BUILTIN
@@ -56,15 +56,12 @@ class Checkpoints:
         self.config, self.mesh, self.host = config, mesh, host_axis(mesh.device)
         self.directory = config.out / "checkpoints"
         self.writer = self.publisher = self.interrupt = None
-        self.stopped, self.failed, self.saved, self.attempt, self.buffers = False, "", 0, 0, {}
-        error, self.words = None, ""
-        if mesh.rank == 0:
-            try:
+        self.stopped, self.failed, self.words = False, "", ""
+        self.step, self.attempt, self.buffers = 0, 0, {}
+        with together(self.host):
+            if mesh.rank == 0:
                 self._claim()
-            except (ValueError, OSError) as caught:
-                error = caught
-        raise_together(error, self.host)
-        self.step = self.saved = max(map(int, tell_all(str(self.saved), self.host)))
+        self.step = max(map(int, tell_all(str(self.step), self.host)))
 
     def _claim(self) -> None:
         """On rank 0: lock the run directory, clear away what is unfinished, find where to go on."""
@@ -74,12 +71,12 @@ class Checkpoints:
         self.settings = shaping_settings(self.config)
         if not self.config.resume:
             return
-        self.saved = max(saved_steps(self.directory), default=0)
-        if not self.saved:
+        self.step = max(saved_steps(self.directory), default=0)
+        if not self.step:
             self.words = f"no checkpoint in {self.directory}: the run starts at step 1"
             return
-        path = checkpoint_path(self.directory, self.saved)
-        self.words = f"going on after step {self.saved}, from {path}"
+        path = checkpoint_path(self.directory, self.step)
+        self.words = f"going on after step {self.step}, from {path}"
         changed = changed_settings(read_manifest(path)["settings"], self.settings)
         if changed and not self.config.resume_anyway:
             raise ValueError(
@@ -122,22 +119,19 @@ class Checkpoints:
         self.attempt += 1
         self.step, self.failed = step, ""
         self.part = self.directory / f".step-{step:08d}.{self.attempt}"
-        pieces = state_pieces(self.optimizer, self.shard_spec, self.mesh)
-        tensors = copy_to_host(pieces, self.buffers)
-        self.mesh.device.wait()
+        tensors = pieces_on_host(self.optimizer, self.shard_spec, self.mesh, self.buffers)
         self.writer = Task(write_rank, self.part, self.mesh.rank, tensors)
 
     def wait(self) -> None:
         """Wait until the save under way is over, on every rank."""
         if self.writer is not None:
-            self.writer.join()
             self._publish()
         error = self.publisher.result() if self.publisher is not None else None
         self.publisher = None
         self._note(error)
 
     def _publish(self) -> None:
-        """Every rank's writer has ended: rank 0 makes the checkpoint visible, unless one failed."""
+        """Wait for the writer; rank 0 makes the checkpoint visible when no rank's has failed."""
         error, self.writer = self.writer.result(), None
         if not self._note(error) and self.mesh.rank == 0:
             self.publisher = Task(self._make_visible)
@@ -152,8 +146,7 @@ class Checkpoints:
 
     def _note(self, error: OSError | None) -> bool:
         """Tell every rank of a failed save; whether there was one."""
-        said = tell_all(f"{error}" if error else "", self.host)
-        words = next((words for words in said if words), "")
+        words = first_error(error, self.host)
         if words and self.mesh.rank == 0:
             shutil.rmtree(self.part, ignore_errors=True)
             self.log.say(
@@ -211,9 +204,8 @@ class Task(threading.Thread):
 
 
 def lock(out: Path):
-    """Make the run directory and lock it for this process; the lock ends with the process.
-
-    Raises   ValueError when another process has it, or the directory cannot be written
+    """Make the run directory and lock it until this process ends; ValueError when another process
+    has it, or it cannot be written.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)

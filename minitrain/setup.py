@@ -94,18 +94,15 @@ def check_settings(config, world_size: int) -> None:
         if str(path) not in BUILTIN:
             check_readable(path)
     model, _ = find_model(config.model)
-    heads = model.num_heads, model.num_kv_heads
-    check_model(config.sp, config.tp, *heads, model.intermediate_size)
+    check_model(config.sp, config.tp, model.num_heads, model.num_kv_heads, model.intermediate_size)
     check_lora(config, model)
     check_memory_settings(config, model)
     check_out(config.out, config.resume)
 
 
 def check_out(out: Path, resume: bool = False) -> None:
-    """Refuse a run directory that cannot be one, or, without resume, that holds a run: not one that
-    a start has left that failed.
-
-    Raises   ValueError
+    """Refuse a run directory that cannot be one, or, without resume, that holds a run: not what a
+    failed start has left; ValueError.
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; pass a directory.")
@@ -119,9 +116,7 @@ def check_out(out: Path, resume: bool = False) -> None:
 
 def start_run(config, mesh: Mesh, script: Path) -> tuple[RunLog, Checkpoints]:
     """Make the run directory on rank 0 (config.json, a copy of the script), or find where a resumed
-    run goes on, and say what will be done.
-
-    Raises   ValueError of Checkpoints, on every rank
+    run goes on, and say what will be done. ValueError of Checkpoints, on every rank.
     """
     checkpoints = Checkpoints(config, mesh)
     if mesh.rank == 0:
@@ -215,9 +210,8 @@ def check_lora(config, model_config: ModelConfig) -> None:
 
 
 def find_model(name: str) -> tuple[ModelConfig, Path | None]:
-    """Shape of a preset or of a model directory, and the directory; None for a preset.
-
-    name    may be the directory of an adapter, and then stands for its base
+    """Shape of a preset or of a model directory, and the directory, None for a preset. An adapter's
+    directory stands for its base.
     """
     if name in PRESETS:
         return PRESETS[name], None
