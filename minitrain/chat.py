@@ -26,6 +26,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minitrain.documents import IGNORE
+from minitrain.tensor_files import read_json
 
 RENDER_SECONDS = 10.0  # limit for one conversation; a template is a program that others wrote
 TODAY = datetime(2024, 7, 26)  # for strftime_now; a run resumed tomorrow must see the same tokens
@@ -39,11 +40,10 @@ class ChatTemplate:
     template      Jinja source
     tokenizer     corpus.Tokenizer
     token_names   what the template may insert: bos_token, eos_token, ...
-    today         the day that strftime_now tells the template
     """
 
-    def __init__(self, template: str, tokenizer, token_names: dict[str, str], today=TODAY):
-        self.definition = repr((template, sorted(token_names.items()), today))
+    def __init__(self, template: str, tokenizer, token_names: dict[str, str]):
+        self.definition = repr((template, sorted(token_names.items()), TODAY))
         nonce = str(secrets.randbelow(10**18))  # no letters, whose case a template may change
         self.open, self.close = f"<{nonce}(>", f"<{nonce})>"
         added = json.loads(tokenizer.definition)["added_tokens"]
@@ -61,13 +61,13 @@ class ChatTemplate:
         extensions = [_Generation, loopcontrols]
         environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _tojson
-        environment.globals |= {"raise_exception": _raise, "strftime_now": today.strftime}
+        environment.globals |= {"raise_exception": _raise, "strftime_now": TODAY.strftime}
         environment.globals["_tick"] = self._tick
         environment.globals["_learn"] = lambda caller: f"{self.open}{caller()}{self.close}"
         self._template = environment.from_string(template)
 
     @classmethod
-    def load(cls, directory: Path, tokenizer, today: datetime = TODAY) -> ChatTemplate:
+    def load(cls, directory: Path, tokenizer) -> ChatTemplate:
         """Read the template and the names of the control tokens from a model's directory.
 
         Raises    ValueError when there is no template or it is no Jinja
@@ -80,7 +80,7 @@ class ChatTemplate:
                 "model with the same tokenizer, or use rows of prompt and completion."
             )
         try:
-            return cls(template, tokenizer, names, today)
+            return cls(template, tokenizer, names)
         except jinja2.TemplateSyntaxError as error:
             where = f"the chat template of {directory} must be Jinja, but line {error.lineno}"
             raise ValueError(f"{where} is not: {error.message}.") from None
@@ -181,10 +181,9 @@ class ChatTemplate:
         except Exception as error:  # whatever a template does wrong with these messages
             raise ValueError(str(error).rstrip(".") or type(error).__name__) from None
 
-    def _tick(self) -> str:
+    def _tick(self) -> None:
         if time.monotonic() > self._deadline:
             raise TimeoutError(f"it takes longer than {RENDER_SECONDS:g} s")
-        return ""
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -219,10 +218,7 @@ def _read(directory: Path) -> tuple[str | None, dict[str, str]]:
     """The template's source, or None, and the control tokens that it may name."""
     settings = {}
     for path in (directory / "special_tokens_map.json", directory / "tokenizer_config.json"):
-        try:
-            settings |= json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path} must be a JSON object: {error}.") from None
+        settings |= read_json(path) if path.is_file() else {}
     template, own_file = settings.get("chat_template"), directory / "chat_template.jinja"
     if own_file.is_file():
         template = own_file.read_text(encoding="utf-8")
@@ -232,9 +228,8 @@ def _read(directory: Path) -> tuple[str | None, dict[str, str]]:
             rule = "a list of chat templates must have one named default"
             raise ValueError(f"{rule}, but {directory} has only {', '.join(named) or 'none'}.")
         template = named["default"]
-    names = {key: value for key, value in settings.items() if key.endswith("_token")}
-    names = {k: v.get("content") if isinstance(v, dict) else v for k, v in names.items()}
-    return template, {key: value for key, value in names.items() if isinstance(value, str)}
+    names = {k: v.get("content") if isinstance(v, dict) else v for k, v in settings.items()}
+    return template, {k: v for k, v in names.items() if k.endswith("_token") and isinstance(v, str)}
 
 
 def _labels(encoding: tokenizers.Encoding, spans: list[tuple[int, int]]) -> list[int]:

@@ -48,9 +48,9 @@ class Tokenizer:
         unwanted = dict.fromkeys(("post_processor", "truncation", "padding"))
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(json.loads(definition) | unwanted))
         self._plain.encode_special_tokens = True
-        ids = [name and self.backend.token_to_id(name) for name in (eos_token, pad_token)]
-        self.eos_id = ids[0]
-        self.pad_id = next((i for i in (ids[1], ids[0]) if i is not None), 0)
+        self.eos_id = eos_token and self.backend.token_to_id(eos_token)
+        pad_id = pad_token and self.backend.token_to_id(pad_token)
+        self.pad_id = next((i for i in (pad_id, self.eos_id) if i is not None), 0)
         self.vocab_size = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
@@ -167,9 +167,7 @@ def cached_tokenizer(texts: Iterable[str], directory: Path, vocab_size: int) -> 
 
 
 def stdlib_chat_rows() -> tuple[list[dict], list[dict]]:
-    """Make {"messages": [question, answer]} rows of public docstrings: to train on, and held
-    out.
-    """
+    """Make {"messages": [question, answer]} rows of public docstrings: to train on, held out."""
     parts, seen = ([], []), set()
     for part, files in zip(parts, stdlib_documents()):
         for name, text in files:

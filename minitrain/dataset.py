@@ -145,8 +145,7 @@ def open_dataset(
         sources.append(lay_out(documents, seq_len, pack, tokenizer and tokenizer.eos_id, notes))
     for path in paths:
         if path.suffix == ".bin":
-            tokens, header = read_token_file(path, vocab_size)
-            sources.append(lay_out_token_file(tokens, header, seq_len, pack))
+            sources.append(lay_out_token_file(*read_token_file(path, vocab_size), seq_len, pack))
     if not any(source.num_rows for source in sources):
         files = ", ".join(map(str, paths)) or "no file"
         raise ValueError(f"no row left to learn from in {files}. {'; '.join(notes)}".strip())

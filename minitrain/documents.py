@@ -247,22 +247,18 @@ def _check_token_row(ids: object, labels: object) -> tuple[list, list | None]:
     for name, values in (("input_ids", ids), ("labels", ids if labels is None else labels)):
         whole = isinstance(values, list) and values and all(type(v) is int for v in values)
         _check(whole, f"{name} must be a list of at least one whole number", values)
-    counts = len(ids), len(labels or ids)
-    found = "{} input_ids, {} labels".format(*counts)
-    _check(counts[0] == counts[1], "each of input_ids must have a label, not yet shifted", found)
+    num_labels = len(ids if labels is None else labels)
+    found = f"{len(ids)} input_ids, {num_labels} labels"
+    _check(num_labels == len(ids), "each of input_ids must have a label, not yet shifted", found)
     return ids, labels
 
 
 def _as_ids(name: str, values: list, vocab_size: int | None) -> np.ndarray:
-    huge = values and not -(2**63) <= min(values) <= max(values) < 2**63
-    array, limit = np.array(values, object if huge else np.int64), vocab_size or 2**31
-    wrong = (array < 0) | (array >= limit)
-    if name == "labels":
-        wrong &= array != IGNORE
+    limit, ignored = vocab_size or 2**31, IGNORE if name == "labels" else None
+    wrong = [v for v in values if not 0 <= v < limit and v != ignored]
     also = " (or -100 for no loss)" if name == "labels" else ""
-    rule = f"{name} must be ids from 0 to {limit - 1}{also}"
-    _check(not wrong.any(), rule, array[wrong].tolist()[:1])
-    return array.astype(np.int32)
+    _check(not wrong, f"{name} must be ids from 0 to {limit - 1}{also}", wrong[:1])
+    return np.array(values, np.int32)
 
 
 def _check(holds: object, rule: str, value: object) -> None:

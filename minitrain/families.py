@@ -169,8 +169,7 @@ def _rope(fields: dict, file: str) -> tuple[float, dict | None]:
     """The base and the scaling of the rotary embedding, from either spelling."""
     rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", None) or fields.get("rope_theta") or 10000.0
-    old = rope.pop("type", "default")
-    kind = rope.pop("rope_type", old)
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope = {key: value for key, value in rope.items() if value not in NEUTRAL.get(key, ())}
     if kind not in ROPE_TYPES or set(rope) != set(ROPE_TYPES[kind]):
         raise ValueError(
