@@ -24,12 +24,10 @@ class BF16Optimizer:
                      when sharded
     num_shards, shard_rank   this optimizer updates piece shard_rank of every parameter
 
-    buffer        [num_shards, n] main gradients of all parameters: row r holds the pieces of shard
-                  r, in order, each parameter flattened and padded with zeros to a multiple of
-                  num_shards. None on devices that compile, where main_grads are no views of it: a
-                  write to a view there would copy the buffer
-    main_grads    name -> its main gradient in buffer, in the parameter's shape if unsharded, else
-                  [num_shards, piece]
+    main_grads    name -> sum of its gradients so far, in the parameter's shape if unsharded, else
+                  [num_shards, piece], padded with zeros. Made by the first gradient of a step and
+                  gone after the update, so that it does not exist beside the activations of the
+                  first forward; on devices that compile it stays, for one program a micro-batch
     grads         name -> what the optimizer reads: main_grads, or this shard's pieces once they
                   were reduced
     masters       name -> main parameter, like grads
@@ -47,44 +45,29 @@ class BF16Optimizer:
         self.params = {name: p for name, p in named_params if p.requires_grad}
         self.num_shards, self.shard_rank = num_shards, shard_rank
         first = next(iter(self.params.values()))
-        dtype = torch.promote_types(first.dtype, torch.float32)
-        piece = {name: -(-p.numel() // num_shards) for name, p in self.params.items()}
-        self.use_views = first.device.type in ("cpu", "cuda")
-        self.buffer = torch.zeros(num_shards, sum(piece.values()), dtype=dtype, device=first.device)
-        self.main_grads = self._cut(self.buffer, piece)
-        self.shard_buffer, self.grads = self.buffer[0], self.main_grads
-        if num_shards > 1:
-            self.shard_buffer = torch.zeros_like(self.buffer[0])
-            self.grads = self._cut(self.shard_buffer[None], piece)
+        self.dtype = torch.promote_types(first.dtype, torch.float32)
+        self.updates = torch.zeros(1, dtype=torch.int32, device=first.device)
+        self.keeps_main_grads = first.device.type not in ("cpu", "cuda")
         self.masters = {}
-        flat = torch.zeros_like(self.shard_buffer)
-        for name, master in self._cut(flat[None], piece).items():
-            master.copy_(self._piece_of(name, shard_rank, piece[name]).view_as(master))
+        for name, param in self.params.items():
+            master = self._piece_of(param).to(first.device, self.dtype, copy=True)
+            master = master.view_as(param) if num_shards == 1 else master
             self.masters[name] = master.requires_grad_()
-            master.grad = self.grads[name]
-        if not self.use_views:
-            self.buffer = self.shard_buffer = None
+        self.main_grads: dict[str, Tensor] = {}
+        if self.keeps_main_grads:
+            self.main_grads = {name: self.take_main_grad(name) for name in self.params}
+        self.grads = self.main_grads if num_shards == 1 else {}
         matrices = [m for name, m in self.masters.items() if self.params[name].ndim > 1]
         others = [m for name, m in self.masters.items() if self.params[name].ndim <= 1]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = make_optimizer([group for group in groups if group["params"]])
         self.reduction = None
-        self.updates = torch.zeros(1, dtype=torch.int32, device=first.device)
 
-    def _cut(self, buffer: Tensor, piece: dict[str, int]) -> dict[str, Tensor]:
-        """Views of a [rows, n] buffer (copies on devices that compile), shaped as main_grads."""
-        views, start = {}, 0
-        for name, size in piece.items():
-            view = buffer[:, start : start + size].squeeze(0)
-            view = view.view(self.params[name].shape) if self.num_shards == 1 else view
-            views[name] = view if self.use_views else view.clone()
-            start += size
-        return views
-
-    def _piece_of(self, name: str, rank: int, size: int) -> Tensor:
-        """Piece `rank` of a flattened parameter, filled up with zeros."""
+    def _piece_of(self, param: nn.Parameter) -> Tensor:
+        """This shard's piece of a flattened parameter, filled up with zeros."""
         # On the host: on a compiling device each rank's slice would be another program.
-        flat = self.params[name].detach().cpu().reshape(-1)[rank * size : (rank + 1) * size]
+        flat, size = param.detach().cpu().reshape(-1), -(-param.numel() // self.num_shards)
+        flat = flat[self.shard_rank * size : (self.shard_rank + 1) * size]
         return torch.nn.functional.pad(flat, (0, size - flat.numel()))
 
     @torch.no_grad()
@@ -97,16 +80,27 @@ class BF16Optimizer:
             param = self.params[name]
             if param.grad is None:
                 continue
-            grad, main = param.grad, self.main_grads[name]
-            if grad.shape != main.shape:  # sharded: [num_shards, piece]
-                pad = main.numel() - grad.numel()
-                grad = torch.nn.functional.pad(grad.reshape(-1), (0, pad)).view_as(main)
-            main.add_(grad)
-            param.grad = None
+            grad, param.grad = param.grad, None
+            if self.num_shards > 1:
+                pad = self.num_shards * self.masters[name].numel() - grad.numel()
+                grad = torch.nn.functional.pad(grad.reshape(-1), (0, pad))
+                grad = grad.view(self.num_shards, -1)
+            if name in self.main_grads:
+                self.main_grads[name].add_(grad)
+            else:
+                self.main_grads[name] = grad.to(self.dtype)
+
+    def take_main_grad(self, name: str) -> Tensor:
+        """A parameter's entry of main_grads, taken out; zeros when it got no gradient."""
+        if name in self.main_grads:
+            return self.main_grads.pop(name)
+        shape = self.num_shards, self.masters[name].numel()
+        shape = self.params[name].shape if self.num_shards == 1 else shape
+        return torch.zeros(shape, dtype=self.dtype, device=self.updates.device)
 
     @torch.no_grad()
     def step(self, lr: float | Tensor, skip: Tensor | None = None) -> None:
-        """Update the masters with .grads, round them into the model, and zero the main gradients.
+        """Update the masters with .grads, round them into the model, and drop the main gradients.
 
         lr     learning rate, a number or a one-element tensor
         skip   bool tensor of one element: True leaves masters, moments and counters bitwise as they
@@ -119,6 +113,8 @@ class BF16Optimizer:
                 group["lr"].copy_(torch.as_tensor(lr).view_as(group["lr"]))
             else:
                 group["lr"] = float(lr)
+        for name, master in self.masters.items():
+            master.grad = self.grads.get(name)
         if skip is None:
             self.optimizer.step()
             self.updates += 1
@@ -127,8 +123,14 @@ class BF16Optimizer:
             self.updates += (~skip).to(torch.int32)
         if self.num_shards == 1:
             torch._foreach_copy_(list(self.params.values()), list(self.masters.values()))
-        whole = list(self.main_grads.values()) if self.buffer is None else [self.buffer]
-        torch._foreach_zero_(whole)
+        for master in self.masters.values():
+            master.grad = None
+        if self.keeps_main_grads:
+            torch._foreach_zero_(list(self.main_grads.values()))
+        else:
+            self.main_grads.clear()
+        if self.num_shards > 1:
+            self.grads.clear()
 
     def _step_unless(self, skip: Tensor) -> None:
         """optimizer.step() that changes nothing when skip is True."""

@@ -64,15 +64,16 @@ def reduce_main_grads(optimizer: BF16Optimizer, axis: Axis) -> dict[str, Tensor]
                    what start_reduction has begun is waited for
     Raises         ValueError when start_reduction was called with another axis
     """
-    if optimizer.reduction or (axis.size > 1 and optimizer.buffer is not None):
+    if optimizer.reduction or (axis.size > 1 and not optimizer.keeps_main_grads):
         (optimizer.reduction or Reduction(optimizer, axis)).finish(axis)
     elif optimizer.num_shards == 1:
-        reduce_gradients_(optimizer.main_grads, axis)
+        mains = {name: optimizer.take_main_grad(name) for name in optimizer.params}
+        reduce_gradients_(mains, axis)
+        optimizer.main_grads.update(mains)
     else:
         mains = list(optimizer.main_grads.values())
         mine = axis.group.reduce_scatter(torch.cat(mains, 1), 0)[0]
-        for grad, part in zip(optimizer.grads.values(), mine.split([g.shape[1] for g in mains])):
-            grad.copy_(part)
+        optimizer.grads.update(zip(optimizer.params, mine.split([g.shape[1] for g in mains])))
     return optimizer.grads
 
 
@@ -86,7 +87,7 @@ def start_reduction(optimizer: BF16Optimizer, axis: Axis) -> None:
     """
     if optimizer.reduction is not None:  # of a step that was broken off
         optimizer.reduction.remove_hooks()
-    if optimizer.buffer is not None and axis.size > 1:
+    if axis.size > 1 and not optimizer.keeps_main_grads:
         reduction = optimizer.reduction = Reduction(optimizer, axis)
         for name, param in optimizer.params.items():
             hook = param.register_post_accumulate_grad_hook(partial(reduction.add, name))
@@ -98,39 +99,40 @@ class Reduction:
 
     def __init__(self, optimizer: BF16Optimizer, axis: Axis):
         self.optimizer, self.axis = optimizer, axis
-        self.buckets: list[tuple[set[str], slice]] = []  # names still to come, columns of buffer
+        names = list(optimizer.params)
+        self.buckets = [names[at] for at in _buckets(list(optimizer.params.values()))][::-1]
+        self.added: set[str] = set()
         self.begun, self.under_way, self.hooks = 0, [], []
-        names, mains, end = list(optimizer.main_grads), list(optimizer.main_grads.values()), 0
-        for at in _buckets(mains):
-            start, end = end, end + sum(main.numel() for main in mains[at]) // optimizer.num_shards
-            self.buckets.insert(0, (set(names[at]), slice(start, end)))
 
     def add(self, name: str, param: Tensor) -> None:
         """The backward pass has this gradient: begin the sums whose turn has come."""
-        left = next((names for names, _ in self.buckets if name in names), None)
-        if left is None:
+        if name in self.added:
             raise RuntimeError(
                 f"{name} got a second gradient after start_reduction, when its sum can have begun. "
                 "Call it before the last backward pass of a step."
             )
         self.optimizer.accumulate_grads(name)
-        left.remove(name)
-        while self.begun < len(self.buckets) and not self.buckets[self.begun][0]:
+        self.added.add(name)
+        while self.begun < len(self.buckets) and self.added.issuperset(self.buckets[self.begun]):
             self._begin()
 
     @torch.no_grad()
     def _begin(self) -> None:
-        columns, shards = self.buckets[self.begun][1], self.optimizer.num_shards
-        width = -(-BUCKET_NUMEL // shards)  # a large tensor is summed in slices
-        for start in range(columns.start, columns.stop, width):
-            at = slice(start, min(start + width, columns.stop))
-            part, piece = self.optimizer.buffer[:, at], None
-            if shards > 1:
-                part, piece = part.flatten(), self.optimizer.shard_buffer[at]
-            self.under_way.append((self.axis.group.begin_sum(part, piece), part))
-            if len(self.under_way) > 2:  # parts are copies: not all of them at a time
-                self.under_way.pop(0)[0].wait()
+        names, shards = self.buckets[self.begun], self.optimizer.num_shards
+        parts = [self.optimizer.take_main_grad(name).reshape(shards, -1) for name in names]
+        whole = (torch.cat(parts, 1) if len(parts) > 1 else parts[0]).flatten()
+        mine = whole if shards == 1 else whole.new_empty(whole.numel() // shards)
+        self.under_way.append((self.axis.group.begin_sum(whole, mine), whole, mine, names))
         self.begun += 1
+        if len(self.under_way) > 2:  # whole is a copy: not all of them at a time
+            self._end()
+
+    def _end(self) -> None:
+        work, _, mine, names = self.under_way.pop(0)
+        work.wait()
+        masters = [self.optimizer.masters[name] for name in names]
+        for name, master, grad in zip(names, masters, mine.split([m.numel() for m in masters])):
+            self.optimizer.grads[name] = grad.view_as(master)
 
     def finish(self, axis: Axis) -> None:
         """Begin the sums that have not begun, and wait for all."""
@@ -142,8 +144,8 @@ class Reduction:
             )
         while self.begun < len(self.buckets):
             self._begin()
-        for work, _ in self.under_way:
-            work.wait()
+        while self.under_way:
+            self._end()
 
     def remove_hooks(self) -> None:
         """The next backward pass is an ordinary one."""

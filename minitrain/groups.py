@@ -42,11 +42,13 @@ class TorchGroup:
         REDUCE_SCATTER(part, x, group=self.process_group)
         return part.movedim(0, dim)
 
-    def begin_sum(self, x: Tensor, piece: Tensor | None) -> dist.Work:
-        """Begin to sum x over the ranks, in place; or this rank's row of x, into piece."""
-        if piece is None:
+    def begin_sum(self, x: Tensor, mine: Tensor) -> dist.Work:
+        """Begin to sum flat x over the ranks: in place where mine is x, else this rank's part of it
+        into mine.
+        """
+        if mine is x:
             return dist.all_reduce(x, group=self.process_group, async_op=True)
-        return REDUCE_SCATTER(piece, x, group=self.process_group, async_op=True)
+        return REDUCE_SCATTER(mine, x, group=self.process_group, async_op=True)
 
     def all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Tensor:
         parts = torch.stack(x.chunk(self.size, split_dim))  # one part for each rank, in order

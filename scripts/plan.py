@@ -161,8 +161,10 @@ def memory(layout: Layout, num_params: int) -> dict[str, float]:
     """Bytes of one device by part, at the peak of a step.
 
     weights       e P
-    gradients     f P main gradients, + f P / R for the summed piece when the optimizer is sharded,
-                  + e P: the model's own, before they are added to the main ones
+    gradients     e P, the model's own, and f P main gradients. They come as activations go, so only
+                  what exceeds activations, working and logits counts; but from the second
+                  micro-batch on, and on devices that compile, all of f P is beside these. With
+                  several ranks 192 MiB more: three buckets whose sums are under way
     optimizer     3 f P, divided by R when sharded: masters and two moments
     activations   L kept + N (e (3 D + K) + 24): hidden states at both ends, RoPE tables, ids.
                   Without checkpointing 1.5 L kept: what an allocator loses between tensors that
@@ -177,13 +179,19 @@ def memory(layout: Layout, num_params: int) -> dict[str, float]:
     ends = layout.N * (e * (3 * m.hidden_size + m.head_dim) + 24)
     on_the_way = 2 * layout.N * e * m.hidden_size // split if mode == "offload" else 0
     lost = 1.5 if mode == "none" else 1
-    return {
-        "weights": e * P,
-        "gradients": (e + f) * P + (f * P / shards if shards > 1 else 0),
-        "optimizer": 3 * f * P / shards,
+    passing = {
         "activations": lost * m.num_layers * kept(layout, mode) + on_the_way + ends,
         "working": working(layout),
         "logits": layout.n * v * (e + (f if layout.tp > 1 else 0)) + f * v * m.hidden_size,
+    }
+    beside = f * P if layout.micro_batches > 1 else 0
+    after = max(0, (e + f) * P - beside - sum(passing.values()))
+    buckets = 3 * 2**26 if layout.R > 1 else 0
+    return {
+        "weights": e * P,
+        "gradients": beside + after + buckets,
+        "optimizer": 3 * f * P / shards,
+        **passing,
         "process": 1e9 * c.process_gb,
     }
 

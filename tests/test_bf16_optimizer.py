@@ -36,9 +36,13 @@ def give_grads(params: dict[str, nn.Parameter], seed: int) -> None:
 
 def update(optimizer: BF16Optimizer, seed: int, lr=0.01, skip=None) -> None:
     give_grads(optimizer.params, seed)
+    update_with(optimizer, lr, skip)
+
+
+def update_with(optimizer: BF16Optimizer, lr=0.01, skip=None) -> None:
     optimizer.accumulate_grads()
     if optimizer.num_shards > 1:  # grad_reducer's part, on one rank
-        optimizer.shard_buffer.copy_(optimizer.buffer[optimizer.shard_rank])
+        optimizer.grads |= {n: g[optimizer.shard_rank] for n, g in optimizer.main_grads.items()}
     optimizer.step(lr, skip)
 
 
@@ -94,7 +98,7 @@ def test_a_skipped_update_changes_nothing(make, dtype, before):
     after = everything(optimizer)
     assert same(want, after[: len(want)])
     assert not any(t.any() for t in after[len(want) :])  # state made by a first, skipped step
-    assert not optimizer.buffer.any()
+    assert not optimizer.main_grads
     for step, skip in ((5, None), (6, NO), (7, None)):
         update(optimizer, step, skip=skip)
         update(never, step)
@@ -120,22 +124,28 @@ def test_shards_equal_the_whole(make, num_shards):
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
-def test_main_grads_are_where_the_docstring_says(num_shards):
-    """main_grads are copies of the buffer, or in another order."""
+def test_main_grads_are_as_the_docstring_says(num_shards):
+    """Red when main_grads have another shape or order, exist before a gradient or after an update,
+    or a parameter without one is not zeros.
+    """
     optimizer = BF16Optimizer(params_of().items(), torch.optim.SGD, num_shards)
+    assert not optimizer.main_grads
     give_grads(optimizer.params, 1)
-    grads = {n: p.grad.clone() for n, p in optimizer.params.items()}
+    optimizer.params["norm"].grad = None
+    grads = {n: p.grad.clone() for n, p in optimizer.params.items() if p.grad is not None}
     optimizer.accumulate_grads()
-    start = 0
+    assert optimizer.main_grads.keys() == grads.keys()
     for n, grad in grads.items():
         assert optimizer.params[n].grad is None
         flat = optimizer.main_grads[n].reshape(-1)
         assert torch.equal(flat[: grad.numel()], grad.flatten()) and not flat[grad.numel() :].any()
-        size = math.ceil(grad.numel() / num_shards)
-        rows = optimizer.buffer[:, start : start + size].reshape(-1)
-        assert torch.equal(rows, flat)
         assert (optimizer.main_grads[n].shape == grad.shape) == (num_shards == 1)
-        start += size
+    size = math.ceil(7 / num_shards)
+    norm = optimizer.take_main_grad("norm")
+    assert not norm.any() and norm.shape == ((7,) if num_shards == 1 else (num_shards, size))
+    optimizer.step(0.01)
+    assert not optimizer.main_grads and not optimizer.grads
+    assert all(m.grad is None for m in optimizer.masters.values())
 
 
 @pytest.mark.parametrize("name", ["fused_adamw", "fused_adamw_number", "adamw", "sgd_momentum"])
@@ -199,7 +209,9 @@ def test_weight_decay_is_for_matrices_only(num_shards):
         num_shards,
     )
     for _ in range(100):
-        optimizer.step(0.01)
+        for param in params.values():
+            param.grad = torch.zeros_like(param)
+        update_with(optimizer)
     matrix, norm = (optimizer.masters[n].detach().flatten() for n in ("matrix", "norm"))
     assert torch.allclose(matrix, torch.full_like(matrix, 0.999**100), rtol=1e-5)
     assert abs(matrix[0].item() - 0.9048) < 1e-4
@@ -212,8 +224,10 @@ def test_dtypes_of_masters_and_main_grads(dtype):
     optimizer = BF16Optimizer(params_of(dtype).items(), OPTIMIZERS["fused_adamw"])
     want = torch.promote_types(dtype, torch.float32)
     assert {m.dtype for m in optimizer.masters.values()} == {want}
-    assert optimizer.buffer.dtype == want
-    update(optimizer, 0)
+    give_grads(optimizer.params, 0)
+    optimizer.accumulate_grads()
+    assert {g.dtype for g in optimizer.main_grads.values()} == {want}
+    optimizer.step(0.01)
     assert {p.dtype for p in optimizer.params.values()} == {dtype}
 
 
@@ -223,11 +237,10 @@ def test_frozen_parameters_are_left_alone():
     params["matrix"].requires_grad_(False)
     before = params["matrix"].clone()
     optimizer = BF16Optimizer(params.items(), OPTIMIZERS["adamw"])
-    assert set(optimizer.masters) == set(optimizer.grads) == {"norm", "one"}
-    assert optimizer.buffer.numel() == 8
     for param in optimizer.params.values():
         param.grad = torch.ones_like(param)
     optimizer.accumulate_grads()
+    assert set(optimizer.masters) == set(optimizer.grads) == {"norm", "one"}
     optimizer.step(0.01)
     assert torch.equal(params["matrix"], before)
 
@@ -237,7 +250,7 @@ def test_a_parameter_without_gradient_adds_nothing():
     optimizer = BF16Optimizer(params_of().items(), OPTIMIZERS["fused_adamw"])
     optimizer.params["norm"].grad = torch.ones(7)
     optimizer.accumulate_grads()
-    assert not optimizer.main_grads["matrix"].any() and optimizer.main_grads["norm"].all()
+    assert list(optimizer.main_grads) == ["norm"] and optimizer.main_grads["norm"].all()
     optimizer.step(0.01)
 
 

@@ -132,8 +132,8 @@ MISTAKES = {
     ),
     "gradients not zeroed": (
         DP, WHOLE, "optimizer.step(lr, skipped)",
-        "kept = optimizer.buffer.clone()\n    optimizer.step(lr, skipped)\n"
-        "    optimizer.buffer.copy_(kept)",
+        "kept = type('Kept', (dict,), {'clear': dict.copy})(optimizer.main_grads)\n"
+        "    optimizer.main_grads = optimizer.grads = kept\n    optimizer.step(lr, skipped)",
         "gradients: not zeroed",
     ),
     "a step for each micro-batch": (
