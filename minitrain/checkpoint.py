@@ -11,7 +11,6 @@ The batch of a step is a function of (seed, step): the step is the position in t
 from __future__ import annotations
 
 import json
-import shutil
 from collections import defaultdict
 from math import prod
 from pathlib import Path
@@ -25,7 +24,7 @@ from minitrain.checkpoint_files import (
     Piece,
     PieceFile,
     damaged,
-    fsync_directory,
+    fsync,
     overlaps,
     read_manifest,
     write_manifest,
@@ -37,36 +36,6 @@ from minitrain.mesh import Mesh, ShardSpec
 from minitrain.model_sharder import share_slices
 
 SCALAR = Piece.whole(())
-
-
-def save_checkpoint(
-    path: Path,
-    step: int,
-    optimizer: BF16Optimizer,
-    shard_spec: ShardSpec,
-    mesh: Mesh,
-    settings: dict | None = None,
-) -> None:
-    """Write a checkpoint, on every rank; it appears under its name only when whole and on the disk.
-
-    path           directory to make, on a disk that all ranks see
-    step           steps made
-    settings       JSON to keep with it
-
-    Communicates   words over all ranks, and files
-    Raises         ValueError on every rank when a rank could not write
-    """
-    host, part = host_axis(mesh.device), path.with_name(f".{path.name}.part")
-    with together(host):
-        if mesh.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-    tensors = pieces_on_host(optimizer, shard_spec, mesh, {})
-    with together(host):
-        write_rank(part, mesh.rank, tensors)
-    with together(host):
-        if mesh.rank == 0:
-            publish(part, path, step, mesh, settings or {})
 
 
 def load_checkpoint(path: Path, optimizer: BF16Optimizer, shard_spec: ShardSpec, mesh: Mesh) -> int:
@@ -155,27 +124,23 @@ def publish(part: Path, path: Path, step: int, mesh: Mesh, settings: dict) -> No
     layout = {axis: getattr(mesh, axis).size for axis in ("dp", "sp", "tp")}
     write_manifest(part, {"step": step, "layout": layout, "settings": settings, "files": files})
     part.rename(path)
-    fsync_directory(path.parent)
+    fsync(path.parent)
 
 
 def _load(path: Path, optimizer: BF16Optimizer, spec: ShardSpec, mesh: Mesh) -> int:
     manifest = read_manifest(path)
     files = [PieceFile(path / name, entry) for name, entry in manifest["files"].items()]
-    index = defaultdict(list)
+    index = defaultdict(lambda: defaultdict(list))  # parameter -> what of it -> files
     for file in files:
         for name in file.pieces:
-            index[name].append(file)
+            key, _, of = name.partition("/")
+            index[of][key].append(file)
     _check_model(path, index, optimizer, spec)
-    keys = defaultdict(list)
-    for name in index:
-        key, _, of = name.partition("/")
-        keys[of].append(key)
     states = {}
     for name, master in progress(optimizer.masters.items(), "resuming", mesh.rank):
         held = _piece(name, optimizer, spec, mesh, optimizer.num_shards, optimizer.shard_rank)
         states[master] = {}
-        for key in keys[name]:
-            found = index[f"{key}/{name}"]
+        for key, found in index[name].items():
             scalar = found[0].pieces[f"{key}/{name}"] == SCALAR and held != SCALAR
             like = torch.empty(()) if scalar else master
             tensor = _read(path, f"{key}/{name}", found, SCALAR if scalar else held, like)
@@ -185,13 +150,13 @@ def _load(path: Path, optimizer: BF16Optimizer, spec: ShardSpec, mesh: Mesh) -> 
                 states[master][key] = tensor
     _set_state(optimizer.optimizer, states)
     updates = optimizer.updates
-    updates.copy_(_read(path, "updates", index["updates"], Piece.whole((1,)), updates))
-    name, layout = f"random_state/{mesh.rank}", manifest["layout"]
-    if all(getattr(mesh, axis).size == size for axis, size in layout.items()):
-        piece = index[name][0].pieces[name]
-        mesh.device.set_random_state(_read(path, name, index[name], piece, torch.empty(piece.end)))
+    updates.copy_(_read(path, "updates", index[""]["updates"], Piece.whole((1,)), updates))
+    if all(getattr(mesh, axis).size == size for axis, size in manifest["layout"].items()):
+        name, found = f"random_state/{mesh.rank}", index[str(mesh.rank)]["random_state"]
+        piece = found[0].pieces[name]
+        mesh.device.set_random_state(_read(path, name, found, piece, torch.empty(piece.end)))
     for file in files:
-        file.close()
+        file.stream.close()
     return manifest["step"]
 
 
@@ -233,11 +198,8 @@ def _set_state(optimizer: torch.optim.Optimizer, states: dict[Tensor, dict[str, 
 
 def _check_model(path: Path, index: dict, optimizer: BF16Optimizer, spec: ShardSpec) -> None:
     """Refuse a checkpoint of another model before anything is read."""
-    there = {
-        name.removeprefix("master/"): files[0].pieces[name].shape
-        for name, files in index.items()
-        if name.startswith("master/")
-    }
+    files = {name: of["master"][0] for name, of in index.items() if "master" in of}
+    there = {name: file.pieces[f"master/{name}"].shape for name, file in files.items()}
     here = {name: tuple(spec.shapes[name]) for name in optimizer.masters}
     for name in [*here, *there]:
         if here.get(name) != there.get(name):

@@ -105,8 +105,7 @@ def write_pieces(file: Path, pieces: dict[str, tuple[Tensor, Piece]]) -> dict:
                 sums[-1] = zlib.crc32(part, sums[-1])
                 filled += len(part)
                 stream.write(part)
-        stream.flush()
-        os.fsync(stream.fileno())
+    fsync(file)
     return {"bytes": len(text) + end, "header_bytes": len(text), "crc32": sums}
 
 
@@ -160,18 +159,13 @@ class PieceFile:
             raise damaged(self.path, f"is not as it was written, in bytes {begin:,} to {end:,}")
         return memoryview(data)
 
-    def close(self) -> None:
-        self.stream.close()
-
 
 def write_manifest(directory: Path, fields: dict) -> None:
     """Write the manifest last of all and wait until it is on the disk."""
     text = _manifest_text({"format": FORMAT, "version": VERSION, **fields})
-    with (directory / MANIFEST).open("wb") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    fsync_directory(directory)
+    (directory / MANIFEST).write_bytes(text)
+    fsync(directory / MANIFEST)
+    fsync(directory)
 
 
 def read_manifest(directory: Path) -> dict:
@@ -216,9 +210,9 @@ def damaged(file: Path, what: str) -> ValueError:
     )
 
 
-def fsync_directory(directory: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
-    number = os.open(directory, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Wait until a file's bytes, or the names in a directory, are on the disk."""
+    number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     finally:

@@ -8,7 +8,6 @@ and no code of a model directory is run.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minitrain.agreement import host_axis, raise_together
+from minitrain.checkpoint_files import fsync
 from minitrain.families import config_fields, parse_config
 from minitrain.log import progress
 from minitrain.mesh import Mesh, ShardSpec, check_model
@@ -217,8 +217,7 @@ def write_directory(
                 (part / name).write_text(text + "\n", encoding="utf-8")
             add(part)
             for file in part.iterdir():
-                with file.open("rb") as stream:
-                    os.fsync(stream.fileno())
+                fsync(file)
             shutil.rmtree(old, ignore_errors=True)
             if path.exists():
                 path.rename(old)

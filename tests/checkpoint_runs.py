@@ -7,8 +7,9 @@ import torch
 from conftest import lively_weights, tiny_config, uneven_rows
 from layout_runs import SETTINGS, build, train
 
+from minitrain.agreement import host_axis, together
 from minitrain.bf16_optimizer import BF16Optimizer
-from minitrain.checkpoint import save_checkpoint
+from minitrain.checkpoint import pieces_on_host, publish, write_rank
 from minitrain.collectives import all_gather
 from minitrain.data_sharder import shard_batch
 from minitrain.lora import LoRAConfig, add_lora
@@ -68,6 +69,16 @@ def whole_state(optimizer, spec, mesh) -> dict[str, torch.Tensor]:
                     tensor = all_gather(tensor, mesh.tp, spec[name]).narrow(spec[name], 0, size)
             state[f"{key}/{name}"] = tensor
     return state
+
+
+def save_checkpoint(path: Path, step: int, optimizer, spec, mesh, settings: dict | None = None):
+    """What resume.Checkpoints does over several steps and in threads, at once; on every rank."""
+    part = path.with_name(f".{path.name}.part")
+    with together(host_axis(mesh.device)):
+        write_rank(part, mesh.rank, pieces_on_host(optimizer, spec, mesh, {}))
+    with together(host_axis(mesh.device)):
+        if mesh.rank == 0:
+            publish(part, path, step, mesh, settings or {})
 
 
 def save_run(layout: str, path: Path, lora: bool):

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_runs import LAYOUTS, SAVED, fresh, save_run, steps, whole_state
+from checkpoint_runs import LAYOUTS, SAVED, fresh, save_checkpoint, save_run, steps, whole_state
 from safetensors import safe_open
 
 from minitrain.bf16_optimizer import BF16Optimizer
-from minitrain.checkpoint import load_checkpoint, save_checkpoint
+from minitrain.checkpoint import load_checkpoint
 from minitrain.checkpoint_files import MANIFEST, PieceFile, read_manifest
 from minitrain.launch import run_ranks
 from minitrain.model_sharder import gather_state_dict

@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 import torch
-from checkpoint_runs import MODEL, fresh, save_run
+from checkpoint_runs import MODEL, fresh, save_checkpoint, save_run
 from conftest import lively_weights
 from layout_runs import build
 
-from minitrain.checkpoint import load_checkpoint, save_checkpoint
+from minitrain.checkpoint import load_checkpoint
 from minitrain.checkpoint_files import MANIFEST, write_manifest
 from minitrain.launch import run_ranks
 

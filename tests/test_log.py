@@ -13,10 +13,11 @@ from functools import partial
 
 import pytest
 import torch
+from checkpoint_runs import save_checkpoint
 from conftest import tiny_config
 
 from minitrain.bf16_optimizer import BF16Optimizer
-from minitrain.checkpoint import load_checkpoint, save_checkpoint
+from minitrain.checkpoint import load_checkpoint
 from minitrain.corpus import train_tokenizer
 from minitrain.dataset import open_dataset
 from minitrain.huggingface import load_model, save_model
