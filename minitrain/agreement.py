@@ -50,25 +50,21 @@ def first_error(error: Exception | None, host: Axis) -> str:
     return next((words for words in said if words), "")
 
 
-def raise_together(error: Exception | None, host: Axis) -> None:
-    """Raise on every rank when any rank has an error, in its words, so that no rank waits for it.
+@contextmanager
+def together(host: Axis) -> Iterator[None]:
+    """Do on each rank what may fail on one alone; a ValueError or OSError of any rank is raised on
+    every rank, in its words, so that no rank waits for it.
 
     Communicates   as tell_all
     Raises         ValueError
     """
-    if words := first_error(error, host):
-        raise ValueError(words) from error
-
-
-@contextmanager
-def together(host: Axis) -> Iterator[None]:
-    """Do on each rank what may fail on one alone, then raise_together its ValueError or OSError."""
     error = None
     try:
         yield
     except (ValueError, OSError) as caught:
         error = caught
-    raise_together(error, host)
+    if words := first_error(error, host):
+        raise ValueError(words) from error
 
 
 class Interrupt:

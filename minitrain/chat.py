@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import jinja2
@@ -60,7 +61,8 @@ class ChatTemplate:
         self._deadline, self._token_names = 0.0, token_names
         extensions = [_Generation, loopcontrols]
         environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        environment.filters["tojson"] = _tojson
+        # jinja2's own filter would escape <, > and & for HTML
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         environment.globals |= {"raise_exception": _raise, "strftime_now": TODAY.strftime}
         environment.globals["_tick"] = self._tick
         environment.globals["_learn"] = lambda caller: f"{self.open}{caller()}{self.close}"
@@ -107,11 +109,9 @@ class ChatTemplate:
                 results.append(self._unmark(self._name(self._mark(self._guard(messages)))))
             except ValueError as error:
                 results.append(error)
-        good = [n for n, result in enumerate(results) if isinstance(result, tuple)]
-        texts = [results[n][0] for n in good]
-        for n, encoding in zip(good, self._backend.encode_batch(texts, add_special_tokens=False)):
-            results[n] = encoding.ids, _labels(encoding, results[n][1])
-        return results
+        texts = [result[0] for result in results if isinstance(result, tuple)]
+        encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
+        return [r if isinstance(r, ValueError) else _learnt(next(encodings), r[1]) for r in results]
 
     def prompt(self, messages: list[dict]) -> list[int]:
         """Tokenize a conversation up to where the assistant is to answer."""
@@ -232,14 +232,14 @@ def _read(directory: Path) -> tuple[str | None, dict[str, str]]:
     return template, {k: v for k, v in names.items() if k.endswith("_token") and isinstance(v, str)}
 
 
-def _labels(encoding: tokenizers.Encoding, spans: list[tuple[int, int]]) -> list[int]:
-    """The ids of tokens that lie wholly within a span, else -100."""
+def _learnt(encoding: tokenizers.Encoding, spans: list[tuple[int, int]]) -> tuple[list, list]:
+    """The ids, and labels: the id of a token that lies wholly within a span, else -100."""
     labels, current = [], 0  # the first span that does not end before the token
     for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
         while current < len(spans) and spans[current][1] < end:
             current += 1
         labels.append(token if current < len(spans) and begin >= spans[current][0] else IGNORE)
-    return labels
+    return encoding.ids, labels
 
 
 def _renamed_backend(tokenizer, names: dict[str, str]) -> tokenizers.Tokenizer:
@@ -276,9 +276,3 @@ def _replacer(replacements: dict[str, str]) -> Callable[[str], str]:
 
 def _raise(message: str):
     raise jinja2.TemplateError(message)
-
-
-def _tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """jinja2's own filter would escape <, > and & for HTML."""
-    options = {"ensure_ascii": ensure_ascii, "indent": indent}
-    return json.dumps(value, separators=separators, sort_keys=sort_keys, **options)

@@ -10,13 +10,15 @@ import json
 import platform
 import sysconfig
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from minitrain.log import progress
+from minitrain.tensor_files import read_json
 
 EOS = "<|endoftext|>"
 SKIPPED_PARTS = {
@@ -81,14 +83,15 @@ class Tokenizer:
                 f"a tokenizer needs a file tokenizer.json, but {directory} has none. Copy it from "
                 "where the model comes from, or pass rows with input_ids."
             )
-        names = _read_json(path.with_name("tokenizer_config.json"))
+        files = [path.with_name(f"{name}.json") for name in ("tokenizer_config", "config")]
+        names, config = (read_json(file) if file.is_file() else {} for file in files)
         names = [names.get("eos_token"), names.get("pad_token")]
         eos, pad = (name["content"] if isinstance(name, dict) else name for name in names)
         try:
             tokenizer = cls(path.read_text(encoding="utf-8"), eos, pad)
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"{path} cannot be read as a tokenizer: {error}.") from None
-        eos_id = _read_json(path.with_name("config.json")).get("eos_token_id")
+        eos_id = config.get("eos_token_id")
         if tokenizer.eos_id is None and eos_id is not None:
             eos = tokenizer.backend.id_to_token(eos_id[0] if isinstance(eos_id, list) else eos_id)
             return cls(tokenizer.definition, eos, pad)
@@ -151,7 +154,8 @@ def builtin_data(name: str, directory: Path) -> list[Path]:
     if not all(path.exists() for path in paths):
         parts = [[{"text": text} for _, text in part] for part in stdlib_documents()]
         for path, rows in zip(paths, stdlib_chat_rows() if name == "stdlib-chat" else parts):
-            _write(path, "".join(json.dumps(row) + "\n" for row in rows))
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            write_whole(path, partial(Path.write_text, data=lines, encoding="utf-8"))
     return paths
 
 
@@ -162,7 +166,8 @@ def cached_tokenizer(texts: Iterable[str], directory: Path, vocab_size: int) -> 
         key.update(text.encode())
     path = Path(directory) / f"tokenizer-{key.hexdigest()[:16]}.json"
     if not path.exists():
-        _write(path, train_tokenizer(texts, vocab_size).definition)
+        definition = train_tokenizer(texts, vocab_size).definition
+        write_whole(path, partial(Path.write_text, data=definition, encoding="utf-8"))
     return Tokenizer(path.read_text(encoding="utf-8"), EOS)
 
 
@@ -194,19 +199,11 @@ def _questions(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
             yield from _questions(child, f"{name}.{child.name}")
 
 
-def _write(path: Path, text: str):
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file whole or not at all; any number of processes may write the same together."""
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:
-        part.write_text(text, encoding="utf-8")
+        write(part)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def _read_json(path: Path) -> dict:
-    """Read a JSON object that may be missing."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} must be JSON, but cannot be read: {error}.") from None

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minitrain.documents import IGNORE
 from minitrain.mesh import Mesh
-
-IGNORE = -100
 
 
 @dataclass(frozen=True)

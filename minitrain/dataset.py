@@ -8,7 +8,6 @@ B rows of a batch, S tokens of a row.
 
 import hashlib
 import json
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +17,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from minitrain.corpus import write_whole
 from minitrain.documents import IGNORE, Documents, check_readable, read_documents
 from minitrain.log import progress
 from minitrain.packing import lay_out, lay_out_token_file
@@ -189,10 +189,8 @@ def _tokenize(paths: list[Path], tokenizer, cache_dir, *, chat, quiet, **setting
     if not cache.exists():
         fields = vars(read_documents(paths, tokenizer, chat=chat, quiet=quiet, **settings))
         arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
-        rest = {name: fields[name] for name in ("all_text", "bad_rows")}
-        part = cache.with_name(f"{cache.name}.{uuid.uuid4().hex}.part")
-        save_file(arrays, part, {"rest": json.dumps(rest)})
-        part.replace(cache)
+        rest = json.dumps({name: fields[name] for name in ("all_text", "bad_rows")})
+        write_whole(cache, lambda part: save_file(arrays, part, {"rest": rest}))
     with safe_open(cache, "numpy") as file:
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return Documents(**arrays, **json.loads(file.metadata()["rest"]))

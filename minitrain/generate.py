@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minitrain.collectives import all_gather
 from minitrain.mesh import Axis
-from minitrain.model import CausalLM, causal_attention, exact_dtype
+from minitrain.model import CausalLM, exact_dtype, fused_attention
 
 
 def generate(model: CausalLM, input_ids: list[int], max_new_tokens: int, **settings) -> list[int]:
@@ -108,13 +108,8 @@ def _caching_core(max_length: int) -> Callable[..., Tensor]:
             if begin == 0:
                 cache.append(new.new_empty(new.shape[0], max_length, *new.shape[2:]))
             cache[n][:, begin:length] = new
-        if begin == 0:
-            return causal_attention(q_bsHK, k_bsGK, v_bsGK, documents_bS, scale)
-        assert q_bsHK.shape[1] == 1, "after the prompt, one token at a time: it sees all positions"
-        q, k, v = (x.transpose(1, 2) for x in (q_bsHK, cache[0][:, :length], cache[1][:, :length]))
-        grouped = q.shape[1] != k.shape[1]
-        o = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
-        return o.transpose(1, 2)
+        assert begin == 0 or length == begin + 1, "after the prompt, one token at a time"
+        return fused_attention(q_bsHK, *(x[:, :length] for x in cache), scale)
 
     return core
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from minitrain.agreement import host_axis, raise_together
+from minitrain.agreement import host_axis, together
 from minitrain.checkpoint_files import fsync
 from minitrain.families import config_fields, parse_config
 from minitrain.log import progress
@@ -200,35 +200,37 @@ def write_directory(
 
     Raises    ValueError on every rank when it cannot be written; nothing is then left behind
     """
-    path, files, error = Path(path), iter(files), None
+    path, files = Path(path), iter(files)
     part, old = (path.with_name(f".{path.name}.{kind}") for kind in ("part", "old"))
-    try:
-        if mesh.rank == 0:
-            for file in path.iterdir() if path.exists() else ():
-                if file.name not in names and file.suffix != ".safetensors":
-                    raise FileExistsError(f"it exists and holds {file.name}, which would be lost")
-            shutil.rmtree(part, ignore_errors=True)  # of a save that was killed
-            part.mkdir(parents=True)
-            for name, tensors in files:
-                save_file(tensors, part / name, {"format": "pt"})
-                tensors.clear()
-            for name, content in rest.items():
-                text = json.dumps(content, indent=2, ensure_ascii=False)
-                (part / name).write_text(text + "\n", encoding="utf-8")
-            add(part)
-            for file in part.iterdir():
-                fsync(file)
-            shutil.rmtree(old, ignore_errors=True)
-            if path.exists():
-                path.rename(old)
-            part.rename(path)
-            shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError) as caught:
-        shutil.rmtree(part, ignore_errors=True)
-        error = OSError(
-            f"{path} could not be written: {getattr(caught, 'strerror', None) or caught}. Nothing "
-            "was left behind. Make room or choose another directory, and save again."
-        )
-    for _ in files:
-        pass  # the collectives in it are every rank's
-    raise_together(error, host_axis(mesh.device))
+    with together(host_axis(mesh.device)):
+        try:
+            if mesh.rank == 0:
+                for file in path.iterdir() if path.exists() else ():
+                    if file.name not in names and file.suffix != ".safetensors":
+                        lost = f"it exists and holds {file.name}, which would be lost"
+                        raise FileExistsError(lost)
+                shutil.rmtree(part, ignore_errors=True)  # of a save that was killed
+                part.mkdir(parents=True)
+                for name, tensors in files:
+                    save_file(tensors, part / name, {"format": "pt"})
+                    tensors.clear()
+                for name, content in rest.items():
+                    text = json.dumps(content, indent=2, ensure_ascii=False)
+                    (part / name).write_text(text + "\n", encoding="utf-8")
+                add(part)
+                for file in part.iterdir():
+                    fsync(file)
+                shutil.rmtree(old, ignore_errors=True)
+                if path.exists():
+                    path.rename(old)
+                part.rename(path)
+                shutil.rmtree(old, ignore_errors=True)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise OSError(
+                f"{path} could not be written: {getattr(error, 'strerror', None) or error}. "
+                "Nothing was left behind. Make room or choose another directory, and save again."
+            ) from None
+        finally:
+            for _ in files:
+                pass  # the collectives in it are every rank's

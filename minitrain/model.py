@@ -104,9 +104,12 @@ def apply_rope(x_bshK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def fused_attention(q_bSHK: Tensor, k_bSGK: Tensor, v_bSGK: Tensor, scale: float) -> Tensor:
-    """Causal attention of rows that are one document each, by torch's fused kernel: o_bSHK."""
+    """Causal attention of rows that are one document each, by torch's fused kernel: o_bSHK.
+
+    A single query is the last position, and sees all keys.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q_bSHK, k_bSGK, v_bSGK))
-    settings = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    settings = {"is_causal": q.shape[2] > 1, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     return F.scaled_dot_product_attention(q, k, v, **settings).transpose(1, 2)
 
 

@@ -105,7 +105,7 @@ def test_directories_name_eos_and_pad_in_several_ways(tokenizer, tmp_path):
     t = Tokenizer.load(tmp_path)
     assert [t.decode([t.eos_id]), t.decode([t.pad_id])] == ["a", "b"]
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match="must be JSON"):
+    with pytest.raises(ValueError, match="must be a JSON object"):
         Tokenizer.load(tmp_path)
 
 
