@@ -148,7 +148,10 @@ def _load(path: Path, optimizer: BF16Optimizer, spec: ShardSpec, mesh: Mesh) -> 
                 master.data.copy_(tensor)
             else:
                 states[master][key] = tensor
-    _set_state(optimizer.optimizer, states)
+    inner = optimizer.optimizer  # torch knows on which device a state is, and in which dtype
+    params = [param for group in inner.param_groups for param in group["params"]]
+    numbered = {number: states[param] for number, param in enumerate(params) if states[param]}
+    inner.load_state_dict({"state": numbered, "param_groups": inner.state_dict()["param_groups"]})
     updates = optimizer.updates
     updates.copy_(_read(path, "updates", index[""]["updates"], Piece.whole((1,)), updates))
     if all(getattr(mesh, axis).size == size for axis, size in manifest["layout"].items()):
@@ -186,14 +189,6 @@ def _read(path: Path, name: str, files: list[PieceFile], target: Piece, like: Te
     if missing:
         raise damaged(path / "manifest.json", f"lacks {missing:,} elements of {name}")
     return torch.zeros(like.shape) if flat is None else flat.view(like.shape)
-
-
-def _set_state(optimizer: torch.optim.Optimizer, states: dict[Tensor, dict[str, Tensor]]) -> None:
-    """Give each parameter its state; torch knows on which device and in which dtype."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    groups = optimizer.state_dict()["param_groups"]
-    numbered = {number: states[param] for number, param in enumerate(params) if states[param]}
-    optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
 
 def _check_model(path: Path, index: dict, optimizer: BF16Optimizer, spec: ShardSpec) -> None:

@@ -18,6 +18,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
@@ -118,7 +119,7 @@ class PieceFile:
     """
 
     def __init__(self, path: Path, entry: dict):
-        self.path, self.entry, self.loaded = path, entry, (-1, b"")
+        self.path, self.entry, self.block = path, entry, lru_cache(1)(self._block)
         try:
             self.stream = path.open("rb")
         except FileNotFoundError:
@@ -142,15 +143,12 @@ class PieceFile:
         data = bytearray()
         for block in range(begin // BLOCK, -(-end // BLOCK)):
             start = block * BLOCK
-            data += self._block(block)[max(0, begin - start) : end - start]
+            data += self.block(block)[max(0, begin - start) : end - start]
         return torch.frombuffer(data, dtype=dtype)
 
     def _block(self, number: int) -> memoryview:
-        if self.loaded[0] != number:
-            begin = self.entry["header_bytes"] + number * BLOCK
-            end = min(begin + BLOCK, self.entry["bytes"])
-            self.loaded = number, self._verified(number + 1, begin, end)
-        return self.loaded[1]
+        begin = self.entry["header_bytes"] + number * BLOCK
+        return self._verified(number + 1, begin, min(begin + BLOCK, self.entry["bytes"]))
 
     def _verified(self, number: int, begin: int, end: int) -> memoryview:
         self.stream.seek(begin)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from queue import SimpleQueue
-from threading import Thread
+from multiprocessing.pool import ThreadPool
 
 import torch
 import torch.nn.functional as F
@@ -107,22 +106,11 @@ def one_ahead(items: Iterable) -> Iterator:
 
     Raises   what making an item raises, when it is the item's turn
     """
-    items, asked, made, end = iter(items), SimpleQueue(), SimpleQueue(), object()
-
-    def make() -> None:
-        while asked.get():
-            try:
-                made.put((next(items, end), None))
-            except BaseException as error:
-                made.put((end, error))
-
-    Thread(target=make, daemon=True).start()
-    asked.put(True)
+    thread, asked = ThreadPool(1), (iter(items), end := object())
     try:
-        while (answer := made.get())[0] is not end:
-            asked.put(True)
-            yield answer[0]
-        if answer[1]:
-            raise answer[1]
+        made = thread.apply_async(next, asked)
+        while (item := made.get()) is not end:
+            made = thread.apply_async(next, asked)
+            yield item
     finally:
-        asked.put(False)  # ends the thread
+        thread.close()

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from minitrain.kernels import exact_dtype, rms_norm, swiglu
 
+Rope = tuple[Tensor, Tensor]  # cos and sin of each position's angles, [b, s, 1, K / 2]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -84,19 +86,15 @@ def rope_frequencies(config: ModelConfig, device: torch.device, dtype: torch.dty
     return frequency * keep + frequency / scaling["factor"] * (1 - keep)
 
 
-def rope_tables(
-    config: ModelConfig, position_ids_bs: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """cos and sin of each position's angles, [b, s, 1, K / 2]; only the results are rounded to
-    dtype.
-    """
+def rope_tables(config: ModelConfig, position_ids_bs: Tensor, dtype: torch.dtype) -> Rope:
+    """The angles of each position; only the results are rounded to dtype."""
     exact = exact_dtype(dtype)
     frequency = rope_frequencies(config, position_ids_bs.device, exact)
     angle = (position_ids_bs[..., None].to(exact) * frequency).unsqueeze(2)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def apply_rope(x_bshK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rope(x_bshK: Tensor, rope: Rope) -> Tensor:
     """Rotate element i of each head together with element i + K/2."""
     cos, sin = rope
     first, second = x_bshK.chunk(2, -1)
@@ -104,10 +102,7 @@ def apply_rope(x_bshK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def fused_attention(q_bSHK: Tensor, k_bSGK: Tensor, v_bSGK: Tensor, scale: float) -> Tensor:
-    """Causal attention of rows that are one document each, by torch's fused kernel: o_bSHK.
-
-    A single query is the last position, and sees all keys.
-    """
+    """Causal attention of rows of one document, by torch's kernel; one query sees all: o_bSHK."""
     q, k, v = (x.transpose(1, 2) for x in (q_bSHK, k_bSGK, v_bSGK))
     settings = {"is_causal": q.shape[2] > 1, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     return F.scaled_dot_product_attention(q, k, v, **settings).transpose(1, 2)
@@ -166,9 +161,7 @@ class Attention(nn.Module):
         self.scale = config.attention_scale or K**-0.5
         self.core = causal_attention
 
-    def forward(
-        self, x_bsD: Tensor, rope: tuple[Tensor, Tensor], documents_bS: Tensor | None
-    ) -> Tensor:
+    def forward(self, x_bsD: Tensor, rope: Rope, documents_bS: Tensor | None) -> Tensor:
         x_bsD = self.enter(x_bsD)
         q_bshK, k_bsgK, v_bsgK = (
             project(x_bsD).unflatten(-1, (-1, self.head_dim))
@@ -209,14 +202,11 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.residual_multiplier = config.residual_multiplier
 
-    def forward(
-        self, x_bsD: Tensor, rope: tuple[Tensor, Tensor], documents_bS: Tensor | None
-    ) -> Tensor:
+    def forward(self, x_bsD: Tensor, rope: Rope, documents_bS: Tensor | None) -> Tensor:
         attended = self.self_attn(self.input_layernorm(x_bsD), rope, documents_bS)
         x_bsD = x_bsD + scaled(attended, self.residual_multiplier)
-        return x_bsD + scaled(
-            self.mlp(self.post_attention_layernorm(x_bsD)), self.residual_multiplier
-        )
+        fed = self.mlp(self.post_attention_layernorm(x_bsD))
+        return x_bsD + scaled(fed, self.residual_multiplier)
 
 
 class Decoder(nn.Module):

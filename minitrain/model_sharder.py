@@ -91,20 +91,17 @@ def _parallel_layer(
     module: nn.Module, kind: str, config: ModelConfig, tp: Axis, split_activations: bool
 ) -> nn.Module:
     """The layer that takes module's place."""
-    if kind == "replicated":
-        return ReplicatedHeadsLinear(module, tp, config.num_kv_heads)
-    if kind == "column":
-        return ColumnParallelLinear(module, tp, input_is_copied=True)
-    if kind == "row":
-        return RowParallelLinear(module, tp, split_activations)
-    if kind == "embedding":
-        return VocabParallelEmbedding(module, tp, split_activations)
-    if kind == "enter":
-        return EnterRegion(tp, split_activations)
-    if kind == "head_norm" or (kind == "norm" and split_activations):
-        return PartialGradientNorm(module, tp)
-    assert kind == "norm", f"unknown kind {kind!r} in the plan"
-    return module
+    make = {
+        "embedding": lambda: VocabParallelEmbedding(module, tp, split_activations),
+        "column": lambda: ColumnParallelLinear(module, tp, input_is_copied=True),
+        "replicated": lambda: ReplicatedHeadsLinear(module, tp, config.num_kv_heads),
+        "row": lambda: RowParallelLinear(module, tp, split_activations),
+        "enter": lambda: EnterRegion(tp, split_activations),
+        "head_norm": lambda: PartialGradientNorm(module, tp),
+        "norm": lambda: PartialGradientNorm(module, tp) if split_activations else module,
+    }
+    assert kind in make, f"unknown kind {kind!r} in the plan"
+    return make[kind]()
 
 
 def share_slices(name: str, spec: ShardSpec, mesh: Mesh) -> tuple[slice, ...]:

@@ -120,7 +120,6 @@ def start_run(config, mesh: Mesh, script: Path) -> tuple[RunLog, Checkpoints]:
     """
     checkpoints = Checkpoints(config, mesh)
     if mesh.rank == 0:
-        config.out.mkdir(parents=True, exist_ok=True)
         settings = json.dumps(asdict(config), indent=1, default=str)
         (config.out / "config.json").write_text(settings + "\n", encoding="utf-8")
         if script.resolve() != (config.out / "train.py").resolve():
@@ -216,9 +215,8 @@ def find_model(name: str) -> tuple[ModelConfig, Path | None]:
     if name in PRESETS:
         return PRESETS[name], None
     directory = base_of(name) if is_adapter(name) else resolve_model(name)
-    if has_weights(directory):
-        return inspect_model(directory)[0], directory
-    return read_config(directory), directory
+    config = inspect_model(directory)[0] if has_weights(directory) else read_config(directory)
+    return config, directory
 
 
 def make_model(config, mesh: Mesh) -> tuple[CausalLM, ShardSpec, Path | None]:
