@@ -19,7 +19,6 @@ from minitrain.device import Device, TorchGroup
 from minitrain.mesh import Axis
 
 WORDS = 1000  # bytes that a rank can say
-ROLL_CALL_SECONDS = 5.0
 
 
 def host_axis(device: Device) -> Axis:
@@ -111,7 +110,7 @@ def broken_connection(error: RuntimeError) -> bool:
     return of_ranks and dist.is_initialized()
 
 
-def missing_ranks(seconds: float = ROLL_CALL_SECONDS) -> list[int]:
+def missing_ranks(seconds: float = 5.0) -> list[int]:
     """Call the roll after a collective has failed: the ranks that died or hang do not answer.
 
     Communicates   a key of each rank in the store that the ranks met at

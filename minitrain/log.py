@@ -110,7 +110,6 @@ class RunLog:
 
     def _end_bar(self) -> None:
         if self.bar is not None:
-            self.bar.refresh()
             self.bar.close()
             self.bar = None
 
@@ -138,8 +137,7 @@ class RunLog:
             os.fsync(file.fileno())
         part.replace(self.path)
         self.evaluated = {record["step"] for _, record in kept if "eval_loss" in record}
-        missing = last_step - sum("eval_loss" not in record for _, record in kept)
-        if missing:
+        if missing := last_step - sum("eval_loss" not in record for _, record in kept):
             self.say(f"{self.path}: the lines of {missing} steps are missing in it.")
 
     def _write(self, record: dict) -> None:

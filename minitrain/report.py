@@ -117,13 +117,10 @@ def final_words(model: CausalLM, tokenizer, rows: Dataset, config, mesh: Mesh) -
         parts += ["held-out prompt:", tokenizer.decode(prompt)]
         parts += ["its continuation by the model:", tokenizer.decode(more)]
     records = read_metrics(config.out / "metrics.jsonl") if mesh.rank == 0 else []
-    curves = {
-        name: [(r["step"], r.get(key)) for r in records]
-        for name, key in (("loss", "loss"), ("held-out loss", "eval_loss"))
-    }
-    parts.append(text_plot(curves))
     if not records:
         return ""
+    losses, held_out = ([(r["step"], r.get(k)) for r in records] for k in ("loss", "eval_loss"))
+    parts.append(text_plot({"loss": losses, "held-out loss": held_out}))
     steps, final = [r for r in records if "step_seconds" in r], config.out / "final"
     what = f"a rank-{config.lora_rank} adapter of " if config.lora_rank else ""
     what += config.model

@@ -13,9 +13,9 @@ import os
 import platform
 import shutil
 import socket
-import threading
 import zlib
 from dataclasses import asdict
+from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 
 import torch
@@ -56,6 +56,7 @@ class Checkpoints:
         self.config, self.mesh, self.host = config, mesh, host_axis(mesh.device)
         self.directory = config.out / "checkpoints"
         self.writer = self.publisher = self.interrupt = None
+        self.thread = ThreadPool(1)  # does not keep a dying process alive
         self.stopped, self.failed, self.words = False, "", ""
         self.step, self.attempt, self.buffers = 0, 0, {}
         with together(self.host):
@@ -104,7 +105,7 @@ class Checkpoints:
 
         Communicates   all-reduce of two numbers over all ranks, on the host
         """
-        writing = self.writer is not None and self.writer.is_alive()
+        writing = self.writer is not None and not self.writer.ready()
         mine = torch.tensor([self.interrupt.asked, writing], dtype=torch.int64)
         stop, still_writing = all_reduce(mine, self.host).tolist()
         if self.writer is not None and not still_writing:
@@ -120,21 +121,20 @@ class Checkpoints:
         self.step, self.failed = step, ""
         self.part = self.directory / f".step-{step:08d}.{self.attempt}"
         tensors = pieces_on_host(self.optimizer, self.shard_spec, self.mesh, self.buffers)
-        self.writer = Task(write_rank, self.part, self.mesh.rank, tensors)
+        self.writer = self.thread.apply_async(write_rank, (self.part, self.mesh.rank, tensors))
 
     def wait(self) -> None:
         """Wait until the save under way is over, on every rank."""
         if self.writer is not None:
             self._publish()
-        error = self.publisher.result() if self.publisher is not None else None
-        self.publisher = None
-        self._note(error)
+        published, self.publisher = self.publisher, None
+        self._note(failure(published))
 
     def _publish(self) -> None:
         """Wait for the writer; rank 0 makes the checkpoint visible when no rank's has failed."""
-        error, self.writer = self.writer.result(), None
-        if not self._note(error) and self.mesh.rank == 0:
-            self.publisher = Task(self._make_visible)
+        written, self.writer = self.writer, None
+        if not self._note(failure(written)) and self.mesh.rank == 0:
+            self.publisher = self.thread.apply_async(self._make_visible)
 
     def _make_visible(self) -> None:
         path = checkpoint_path(self.directory, self.step)
@@ -168,6 +168,7 @@ class Checkpoints:
         if error is not None and not isinstance(error, FloatingPointError):
             return
         self.wait()
+        self.thread.close()
         if self.mesh.rank == 0:
             self.lock.close()
         if self.failed:
@@ -181,26 +182,14 @@ class Checkpoints:
             )
 
 
-class Task(threading.Thread):
-    """A thread that keeps the OSError it ended with. It does not keep a dying process alive."""
-
-    def __init__(self, function, *args):
-        super().__init__(daemon=True)
-        self.function, self.args, self.error = function, args, None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.function(*self.args)
-        except BaseException as error:
-            self.error = error
-
-    def result(self) -> OSError | None:
-        """Wait for the end; any other error is a mistake of ours, and raised."""
-        self.join()
-        if self.error is not None and not isinstance(self.error, OSError):
-            raise self.error
-        return self.error
+def failure(task: AsyncResult | None) -> OSError | None:
+    """Wait for the end; any other error is a mistake of ours, and raised."""
+    try:
+        if task is not None:
+            task.get()
+    except OSError as error:
+        return error
+    return None
 
 
 def lock(out: Path):
