@@ -123,10 +123,11 @@ def load_adapter(
     """
     config, file = read_adapter_config(directory), Path(directory) / WEIGHTS
     found, shapes = _factors(Path(directory)), shard_spec.shapes
+    other = f"an adapter must be loaded into the model it was made for, but {file} is for another"
     for (layer, factor), shape in found.items():
         weight = shapes.get(f"{layer}.weight")
         if layer.startswith("model.layers.") and weight is None:
-            raise ValueError(f"{_other_base(file)}: this model has no layer {layer}.")
+            raise ValueError(f"{other}: this model has no layer {layer}.")
         partner = "lora_B" if factor == "lora_A" else "lora_A"
         if (layer, partner) not in found:
             raise ValueError(f"{file} has {layer}.{factor}, but no {partner}. Copy it again.")
@@ -135,7 +136,7 @@ def load_adapter(
         needed = (config.rank, weight[1]) if factor == "lora_A" else (weight[0], config.rank)
         if shape != needed:
             raise ValueError(
-                f"{_other_base(file)}: by this model's {layer}.weight, {list(weight)}, and r "
+                f"{other}: by this model's {layer}.weight, {list(weight)}, and r "
                 f"{config.rank}, {factor} must be {list(needed)}, but it is {list(shape)}."
             )
     short = replace(config, targets=tuple(dict.fromkeys(n.rpartition(".")[2] for n, _ in found)))
@@ -197,7 +198,3 @@ def _factors(directory: Path) -> dict[tuple[str, str], tuple[int, ...]]:
             )
         factors[match.group(1), match.group(2)] = shape
     return factors
-
-
-def _other_base(file: Path) -> str:
-    return f"an adapter must be loaded into the model it was made for, but {file} is for another"

@@ -1,8 +1,5 @@
 """Continue a sequence of tokens, with a key/value cache.
 
-The model is not changed for it: while tokens are generated, the attention layers' pluggable `core`
-is one that remembers the keys and values of earlier positions.
-
 Shapes: B rows (here 1), S positions, s new ones, H query heads, G kv heads, K head, V vocabulary.
 """
 
@@ -97,7 +94,7 @@ def cached_attention(model: CausalLM, max_length: int) -> Iterator[None]:
 
 
 def _caching_core(max_length: int) -> Callable[..., Tensor]:
-    """An attention core for one layer that attends to all positions it has been given so far."""
+    """A `core` for one attention layer that attends to all positions it has been given so far."""
     cache: list[Tensor] = []  # k_bSGK, v_bSGK; made by the first call
     length = 0
 

@@ -215,9 +215,8 @@ def merge_lora(model: CausalLM, shard_spec: ShardSpec | None = None) -> None:
 
 def base_spec(shard_spec: ShardSpec) -> ShardSpec:
     """The spec without the adapters."""
-    base = [name for name in shard_spec if not name.endswith((".lora_A", ".lora_B"))]
-    shapes = shard_spec.shapes
-    return ShardSpec({n: shard_spec[n] for n in base}, {n: shapes[n] for n in base})
+    base = {n: dim for n, dim in shard_spec.items() if not n.endswith((".lora_A", ".lora_B"))}
+    return ShardSpec(base, {name: shard_spec.shapes[name] for name in base})
 
 
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -78,7 +78,12 @@ class Checkpoints:
             return
         path = checkpoint_path(self.directory, self.step)
         self.words = f"going on after step {self.step}, from {path}"
-        changed = changed_settings(read_manifest(path)["settings"], self.settings)
+        old, new = read_manifest(path)["settings"], self.settings
+        changed = [
+            f"--{name.replace('_', '-')} was {old.get(name)} and is {new.get(name)}"
+            for name in sorted(old.keys() | new.keys())
+            if old.get(name) != new.get(name)
+        ]
         if changed and not self.config.resume_anyway:
             raise ValueError(
                 f"a resumed run must keep the settings that shape it, but not as in {path}: "
@@ -247,12 +252,3 @@ def fingerprint(file: Path) -> str:
             if file.suffix == ".bin" and stream.tell() < size - SAMPLE:
                 stream.seek(size - SAMPLE)
     return f"{file.name} of {size:,} bytes, checksum {checksum:08x}"
-
-
-def changed_settings(old: dict, new: dict) -> list[str]:
-    """Name what differs: '--batch-size was 8 and is 16'."""
-    return [
-        f"--{name.replace('_', '-')} was {old.get(name)} and is {new.get(name)}"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
-    ]

@@ -76,8 +76,7 @@ def check_settings(config, world_size: int) -> None:
         raise ValueError(
             f"--seq-len must be at least 2, not {config.seq_len}: position t predicts token t + 1."
         )
-    if config.batch_size % (dp * config.micro_batch_size):
-        unit = dp * config.micro_batch_size
+    if config.batch_size % (unit := dp * config.micro_batch_size):
         raise ValueError(
             f"the batch must be a multiple of dp * micro-batch: {config.batch_size} rows, "
             f"dp {dp} * {config.micro_batch_size} = {unit}. Pass --batch-size "
@@ -131,13 +130,11 @@ def start_run(config, mesh: Mesh, script: Path) -> tuple[RunLog, Checkpoints]:
 
 def describe_batch(config, mesh: Mesh) -> str:
     """What follows from the settings, in words."""
-    rows, micro = config.batch_size, config.micro_batch_size
-    tokens = rows * config.seq_len
-    count = rows // (mesh.dp.size * micro)
-    plural = ("es" if count > 1 else "", "s" if micro > 1 else "")
+    rows, micro, dp = config.batch_size, config.micro_batch_size, mesh.dp.size
+    count = rows // (dp * micro)
     return (
-        f"{rows:,} rows x {config.seq_len:,} tokens = {tokens:,} tokens a step: "
-        f"dp {mesh.dp.size} x {count} micro-batch{plural[0]} of {micro} row{plural[1]}"
+        f"{rows:,} rows x {config.seq_len:,} tokens = {rows * config.seq_len:,} tokens a step: "
+        f"dp {dp} x {count} micro-batch{'es' * (count > 1)} of {micro} row{'s' * (micro > 1)}"
     )
 
 
