@@ -85,7 +85,7 @@ def test_second_interrupt_ends_at_once(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_missing_rank_is_named(tmp_path, monkeypatch, number):
     """Red when a rank hangs or dies and nobody says which."""
-    monkeypatch.setattr("minitrain.setup.missing_ranks", partial(missing_ranks, 1.0))
+    monkeypatch.setattr("minitrain.setup.missing_ranks", partial(missing_ranks, 3.0))
     run = start(settings(tmp_path, steps=10_000, timeout_minutes=0.05), 3 + 1)
     reach(run, 3)
     os.kill(run.processes[2].pid, number)
