@@ -164,7 +164,8 @@ def memory(layout: Layout, num_params: int) -> dict[str, float]:
     gradients     e P, the model's own, and f P main gradients. They come as activations go, so only
                   what exceeds activations, working and logits counts; but from the second
                   micro-batch on, and on devices that compile, all of f P is beside these. With
-                  several ranks 192 MiB more: three buckets whose sums are under way
+                  several ranks 192 MiB more, three buckets whose sums are under way, and when
+                  sharded f P / R, the pieces
     optimizer     3 f P, divided by R when sharded: masters and two moments
     activations   L kept + N (e (3 D + K) + 24): hidden states at both ends, RoPE tables, ids.
                   Without checkpointing 1.5 L kept: what an allocator loses between tensors that
@@ -186,10 +187,10 @@ def memory(layout: Layout, num_params: int) -> dict[str, float]:
     }
     beside = f * P if layout.micro_batches > 1 else 0
     after = max(0, (e + f) * P - beside - sum(passing.values()))
-    buckets = 3 * 2**26 if layout.R > 1 else 0
+    sums = (3 * 2**26 if layout.R > 1 else 0) + (f * P / shards if shards > 1 else 0)
     return {
         "weights": e * P,
-        "gradients": beside + after + buckets,
+        "gradients": beside + after + sums,
         "optimizer": 3 * f * P / shards,
         **passing,
         "process": 1e9 * c.process_gb,
