@@ -163,9 +163,9 @@ def memory(layout: Layout, num_params: int) -> dict[str, float]:
     weights       e P
     gradients     e P, the model's own, and f P main gradients. They come as activations go, so only
                   what exceeds activations, working and logits counts; but from the second
-                  micro-batch on, and on devices that compile, all of f P is beside these. With
-                  several ranks 192 MiB more, three buckets whose sums are under way, and when
-                  sharded f P / R, the pieces
+                  micro-batch on all of f P is beside these (on devices that compile always: not
+                  counted here). With several ranks 192 MiB more, three buckets whose sums are under
+                  way, and when sharded f P / R, the pieces
     optimizer     3 f P, divided by R when sharded: masters and two moments
     activations   L kept + N (e (3 D + K) + 24): hidden states at both ends, RoPE tables, ids.
                   Without checkpointing 1.5 L kept: what an allocator loses between tensors that
