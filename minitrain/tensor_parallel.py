@@ -18,8 +18,9 @@ from minitrain.model import RMSNorm, rms_norm
 def share(whole: Tensor, axis: Axis, dim: int) -> Tensor:
     """This rank's slice of a tensor along dim, filled up with zeros where dim does not divide."""
     size = -(-whole.shape[dim] // axis.size)
-    padding = [0, 0] * (whole.ndim - 1 - dim) + [0, size * axis.size - whole.shape[dim]]
-    return F.pad(whole, padding).narrow(dim, axis.rank * size, size).clone()
+    start = min(axis.rank * size, whole.shape[dim])
+    part = whole.narrow(dim, start, min(size, whole.shape[dim] - start))
+    return F.pad(part, [0, 0] * (whole.ndim - 1 - dim) + [0, size - part.shape[dim]])  # a copy
 
 
 def first_of_rank(axis: Axis, size: int, device: torch.device) -> Tensor:
