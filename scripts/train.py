@@ -96,7 +96,7 @@ class TrainConfig:
     activation_checkpointing: Literal["none", "full", "offload"] = "none"
     """full: keep each block's input and attention's output; offload: its input, on the host."""
     tile_tokens: int = 1024
-    """Tokens per tile of the loss and the MLP, which hold one tile at a time; 0: no tiles."""
+    """Tokens per tile of the loss and the MLP: less memory, a tiled MLP runs twice; 0: no tiles."""
     compile: bool = False
     """Compile each block with torch.compile; the first step then takes longer."""
 
