@@ -35,9 +35,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_D, eps):
         def norm(x_nD):
-            exact_nD = x_nD.to(exact_dtype(x.dtype))
+            exact_nD = x_nD.to(exact_dtype(x.dtype), copy=True)
             scale_n1 = torch.rsqrt(exact_nD.square().mean(-1, keepdim=True) + eps)
-            return (exact_nD * scale_n1).to(x.dtype) * weight_D, scale_n1
+            return exact_nD.mul_(scale_n1).to(x.dtype).mul_(weight_D), scale_n1
 
         y_ND, scale_N1 = _in_parts(norm, x)
         ctx.save_for_backward(x, weight_D, scale_N1)
@@ -47,16 +47,17 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight_D, scale_N1 = ctx.saved_tensors
         exact, wants_weight = scale_N1.dtype, ctx.needs_input_grad[1]
+        exact_weight_D = weight_D.to(exact)
 
         def grads(x_nD, scale_n1, grad_nD):
-            normed_nD = x_nD.to(exact) * scale_n1
-            terms = []  # a frozen weight needs none
-            if wants_weight:
-                terms_nD = grad_nD.to(exact) * normed_nD.to(x.dtype)
-                terms.append(terms_nD.sum(0, keepdim=True))
-            grad_nD = (grad_nD * weight_D).to(exact)
-            along_n1 = (grad_nD * normed_nD).mean(-1, keepdim=True)
-            grad_x_nD = grad_nD.sub_(normed_nD.mul_(along_n1)).mul_(scale_n1).to(x.dtype)
+            normed_nD = x_nD.to(exact, copy=True).mul_(scale_n1)
+            grad_nD = grad_nD.to(exact, copy=True)
+            terms_nD = grad_nD * normed_nD
+            along_n1 = torch.mv(terms_nD, exact_weight_D / len(weight_D))[:, None]
+            grad_nD.mul_(exact_weight_D).addcmul_(normed_nD, along_n1, value=-1)
+            grad_x_nD = grad_nD.mul_(scale_n1).to(x.dtype)
+            # a frozen weight needs none
+            terms = [terms_nD.sum(0, keepdim=True)] if wants_weight else []
             return grad_x_nD, *terms
 
         grad_x_ND, *terms_sD = _in_parts(grads, x, scale_N1, grad)

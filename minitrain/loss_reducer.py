@@ -18,7 +18,7 @@ from minitrain.mesh import Axis
 from minitrain.model import exact_dtype
 from minitrain.tensor_parallel import first_of_rank
 
-CACHED_ROWS = 32
+CACHED = 2**20  # logits that a cache holds in float32
 SLICE = 8192  # rows of the head
 
 
@@ -126,7 +126,7 @@ class _HeadCrossEntropySum(torch.autograd.Function):
         for start in range(0, N, tile):
             h, labels = hidden_ND[start : start + tile], labels_N[start : start + tile]
             logits = torch.mm(h, weight_vD.T, out=logits_nv[: len(h)])
-            rows = CACHED_ROWS if small else len(h)
+            rows = max(1, CACHED // V) if small else len(h)
             for part, part_labels in zip(logits.split(rows), labels.split(rows)):
                 x = part.to(exact, copy=True)
                 loss = _loss_and_grad_(x, part_labels, tp, ignore, vocab_size, smoothing)
