@@ -20,61 +20,28 @@ from torch import Tensor
 
 from minitrain.mesh import Axis
 
+SUM = ("all_reduce", "sum")
 
-class _CopyTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        # torch.compile makes a view that leaves the graph anew outside, without this backward.
-        return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
+
+class _Pair(torch.autograd.Function):
+    """there and back: the name of the group's method and its arguments; None: the identity."""
 
     @staticmethod
-    def backward(ctx, grad):
-        return ctx.group.all_reduce(grad, "sum"), None
-
-
-class _ReduceFrom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        return group.all_reduce(x, "sum")
+    def forward(ctx, x, group, there, back):
+        ctx.group, ctx.back = group, back
+        if there is None:
+            # torch.compile makes a view that leaves the graph anew outside, without this backward.
+            return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
+        return _call(group, there, x)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
+        return _call(ctx.group, ctx.back, grad) if ctx.back else grad, None, None, None
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, dim):
-        ctx.group, ctx.dim = group, dim
-        return group.all_gather(x, dim)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.group.reduce_scatter(grad, ctx.dim), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, dim):
-        ctx.group, ctx.dim = group, dim
-        return group.reduce_scatter(x, dim)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.group.all_gather(grad, ctx.dim), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, split_dim, concat_dim):
-        ctx.group, ctx.dims = group, (split_dim, concat_dim)
-        return group.all_to_all(x, split_dim, concat_dim)
-
-    @staticmethod
-    def backward(ctx, grad):
-        split_dim, concat_dim = ctx.dims
-        return ctx.group.all_to_all(grad, concat_dim, split_dim), None, None, None
+def _call(group, method: tuple, x: Tensor) -> Tensor:
+    name, *arguments = method
+    return getattr(group, name)(x, *arguments)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -96,7 +63,7 @@ def copy_to(x: Tensor, axis: Axis) -> Tensor:
     Communicates   backward only: all-reduce over axis, x's bytes
     Source         Megatron-LM's f
     """
-    return x if axis.size == 1 else _CopyTo.apply(x, axis.group)
+    return x if axis.size == 1 else _Pair.apply(x, axis.group, None, SUM)
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
@@ -106,7 +73,7 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     Communicates   forward only: all-reduce over axis, x's bytes
     Source         Megatron-LM's g
     """
-    return x if axis.size == 1 else _ReduceFrom.apply(x, axis.group)
+    return x if axis.size == 1 else _Pair.apply(x, axis.group, SUM, None)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -114,7 +81,8 @@ def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
     Communicates   forward all-gather, backward reduce-scatter over axis, each of the whole's bytes
     """
-    return x if axis.size == 1 else _AllGather.apply(x, axis.group, dim)
+    there, back = ("all_gather", dim), ("reduce_scatter", dim)
+    return x if axis.size == 1 else _Pair.apply(x, axis.group, there, back)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -122,7 +90,8 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
     Communicates   forward reduce-scatter, backward all-gather over axis, each of the whole's bytes
     """
-    return x if axis.size == 1 else _ReduceScatter.apply(x, axis.group, dim)
+    there, back = ("reduce_scatter", dim), ("all_gather", dim)
+    return x if axis.size == 1 else _Pair.apply(x, axis.group, there, back)
 
 
 def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
@@ -130,4 +99,5 @@ def all_to_all(x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor
 
     Communicates   forward and backward: all-to-all over axis, x's bytes each
     """
-    return x if axis.size == 1 else _AllToAll.apply(x, axis.group, split_dim, concat_dim)
+    there, back = ("all_to_all", split_dim, concat_dim), ("all_to_all", concat_dim, split_dim)
+    return x if axis.size == 1 else _Pair.apply(x, axis.group, there, back)

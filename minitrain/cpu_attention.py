@@ -15,6 +15,7 @@ from threading import get_ident
 import torch
 from torch import Tensor
 
+from minitrain.kernels import slow_in_bf16
 from minitrain.model import causal_attention, fused_attention
 
 QUERIES = 256  # of a tile
@@ -25,12 +26,12 @@ SHORTEST = 64  # tokens; below, the fused kernel is as fast
 def cpu_attention(
     q_bSHK: Tensor, k_bSGK: Tensor, v_bSGK: Tensor, documents_bS: Tensor | None, scale: float
 ) -> Tensor:
-    """model.causal_attention, by tiled_attention where that is faster: bf16, documents of SHORTEST
-    tokens and more, a processor that multiplies bf16.
+    """model.causal_attention; in bf16 by tiled_attention, or float32_attention on a processor that
+    does not multiply bf16.
     """
     attend = fused_attention
-    if q_bSHK.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        attend = tiled_attention
+    if q_bSHK.dtype == torch.bfloat16:
+        attend = float32_attention if slow_in_bf16(q_bSHK) else tiled_attention
     return causal_attention(q_bSHK, k_bSGK, v_bSGK, documents_bS, scale, attend)
 
 
@@ -97,6 +98,24 @@ class _TiledAttention(torch.autograd.Function):
         return *(_by_row(x, len(q_bSHK)) for x in (grad_q_cRSK, *grads)), None
 
 
+@torch.compiler.disable
+def float32_attention(q_bSHK: Tensor, k_bSGK: Tensor, v_bSGK: Tensor, scale: float) -> Tensor:
+    """tiled_attention's signature; torch's own backward pass, with bf16's numbers in float32."""
+    if q_bSHK.shape[1] != k_bSGK.shape[1]:  # one query sees all
+        return fused_attention(q_bSHK, k_bSGK, v_bSGK, scale)
+    return _Float32Attention.apply(q_bSHK, k_bSGK, v_bSGK, scale)
+
+
+class _Float32Attention(_TiledAttention):
+    @staticmethod
+    def backward(ctx, grad_bSHK):
+        *saved, logsum_bHS = ctx.saved_tensors
+        tensors = [x.transpose(1, 2).float() for x in (grad_bSHK, *saved)]
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = backward(*tensors, logsum_bHS, 0.0, True, scale=ctx.scale)
+        return *(x.transpose(1, 2).to(grad_bSHK.dtype) for x in grads), None
+
+
 def _by_kv_head(x_bSHK: Tensor, kv_heads: int) -> Tensor:
     """x_cRSK; of k and v, R is 1."""
     return x_bSHK.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).flatten(0, 1)
@@ -109,15 +128,11 @@ def _by_row(x_cRSK: Tensor, rows: int) -> Tensor:
 
 def _tiles(q_cRSK: Tensor) -> list[tuple[slice, slice]]:
     """(rows x kv heads, positions of the queries) of each tile."""
-    C, _, S, _ = q_cRSK.shape
-    t, count = min(S, QUERIES), _heads_at_once(q_cRSK)
+    C, R, S, _ = q_cRSK.shape
+    t = min(S, QUERIES)
+    count = min(C, max(1, SCORES // (R * t * S)))
     starts = [(c, s) for c in range(0, C, count) for s in range(0, S, t)]
     return [(slice(c, c + count), slice(s, min(s + t, S))) for c, s in starts]
-
-
-def _heads_at_once(q_cRSK: Tensor) -> int:
-    C, R, S, _ = q_cRSK.shape
-    return min(C, max(1, SCORES // (R * min(S, QUERIES) * S)))
 
 
 def _space(q_cRSK: Tensor, place: int = 0) -> Tensor:

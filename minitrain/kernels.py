@@ -1,7 +1,8 @@
 """Functions whose backward pass is written out, so that it keeps their inputs and nothing else.
 
 Autograd would keep every step between: for the norm four times as much, for SwiGLU a third more.
-Shapes: any, the last dimension D model or F feed-forward; N vectors, n of them in a part.
+Shapes: any, the last dimension D model or F feed-forward; N vectors, n of them in a part; a layer's
+weight [O out, I in].
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 PART = 1024  # vectors
+# False on a processor with AVX2 alone, and where torch is built without oneDNN.
+CPU_MULTIPLIES_BF16 = (
+    torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+)
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -88,3 +93,49 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (Shazeer 2020). Kept for the backward pass: both inputs."""
     return _SwiGLU.apply(gate, up)
+
+
+def slow_in_bf16(x: Tensor) -> bool:
+    """Whether products of x had better be made in float32: torch has no kernel for bf16 on this
+    processor, and its loops take 7 to 90 times as long (AVX2).
+    """
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and not CPU_MULTIPLIES_BF16
+
+
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a @ b of two matrices, summed in at least float32, rounded once to their dtype."""
+    if not slow_in_bf16(a):
+        return torch.mm(a, b, out=out)
+    y = torch.mm(a.float(), b.float())
+    return y.to(a.dtype) if out is None else out.copy_(y)
+
+
+class _Linear(torch.autograd.Function):
+    """By product: float32 copies are made anew for each."""
+
+    @staticmethod
+    def forward(ctx, x_NI, weight_OI):
+        ctx.save_for_backward(x_NI, weight_OI)
+        return product(x_NI, weight_OI.T)
+
+    @staticmethod
+    def backward(ctx, grad_NO):
+        x_NI, weight_OI = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad
+        grad_x_NI = product(grad_NO, weight_OI) if wants_x else None
+        return grad_x_NI, product(grad_NO.T, x_NI) if wants_weight else None
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias. Kept for the backward pass: x."""
+    if not slow_in_bf16(x):
+        return F.linear(x, weight_OI, bias_O)
+    y = _Linear.apply(x.flatten(0, -2), weight_OI).unflatten(0, x.shape[:-1])
+    return y if bias_O is None else y + bias_O
+
+
+class Linear(nn.Linear):
+    """torch's, by linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)

@@ -19,10 +19,10 @@ import zlib
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.collectives import copy_to
+from minitrain.kernels import linear
 from minitrain.mesh import Axis, Mesh, ShardSpec
 from minitrain.model import CausalLM, exact_dtype
 from minitrain.tensor_parallel import (
@@ -95,11 +95,11 @@ class LoRALinear(nn.Module):
             x_bsi = copy_to(x_bsi, self.tp)
         A = self.lora_A if self.A_is_copied else copy_to(self.lora_A, self.tp)
         B = layer.pick(B) if isinstance(layer, ReplicatedHeadsLinear) else B
-        return y_bso + F.linear(self._scaled(x_bsi, A), B)
+        return y_bso + linear(self._scaled(x_bsi, A), B)
 
     def partial(self, x_bsi: Tensor) -> Tensor:
         """This rank's part of y and of h, side by side: [b, s, O + R] (row parallel, or plain)."""
-        return torch.cat([F.linear(x_bsi, self.weight), self._scaled(x_bsi, self.lora_A)], -1)
+        return torch.cat([linear(x_bsi, self.weight), self._scaled(x_bsi, self.lora_A)], -1)
 
     def leave(self, partial: Tensor) -> Tensor:
         """Add the ranks' parts up; only then B, so that its gradient is complete."""
@@ -108,13 +108,13 @@ class LoRALinear(nn.Module):
             [self.weight.shape[0], self.lora_A.shape[0]], -1
         )
         B = copy_to(self.lora_B, self.tp) if split_sequence else self.lora_B
-        y_bsO = y_bsO + F.linear(h_bsR, B)
+        y_bsO = y_bsO + linear(h_bsR, B)
         return y_bsO if self.bias is None else y_bsO + self.bias
 
     def _scaled(self, x_bsi: Tensor, A: Tensor) -> Tensor:
         if not (self.dropout and self.training):
-            return F.linear(x_bsi, A) * self.scale
-        return F.linear(self._drop(x_bsi), A) * (self.scale / (1 - self.dropout))
+            return linear(x_bsi, A) * self.scale
+        return linear(self._drop(x_bsi), A) * (self.scale / (1 - self.dropout))
 
     def _drop(self, x_bsi: Tensor) -> Tensor:
         """Set some inputs to zero, the same ones on every tp: a mask is drawn for the whole width.

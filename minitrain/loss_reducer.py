@@ -14,8 +14,8 @@ from torch import Tensor
 
 from minitrain.collectives import all_reduce
 from minitrain.data_sharder import IGNORE, Batch
+from minitrain.kernels import exact_dtype, product
 from minitrain.mesh import Axis
-from minitrain.model import exact_dtype
 from minitrain.tensor_parallel import first_of_rank
 
 CACHED = 2**20  # logits that a cache holds in float32
@@ -125,7 +125,7 @@ class _HeadCrossEntropySum(torch.autograd.Function):
         logits_nv = hidden_ND.new_empty(min(tile, N), V)  # for all tiles: fresh memory costs time
         for start in range(0, N, tile):
             h, labels = hidden_ND[start : start + tile], labels_N[start : start + tile]
-            logits = torch.mm(h, weight_vD.T, out=logits_nv[: len(h)])
+            logits = product(h, weight_vD.T, out=logits_nv[: len(h)])
             rows = max(1, CACHED // V) if small else len(h)
             for part, part_labels in zip(logits.split(rows), labels.split(rows)):
                 x = part.to(exact, copy=True)
@@ -133,13 +133,13 @@ class _HeadCrossEntropySum(torch.autograd.Function):
                 total += loss.sum()
                 part.copy_(x)
             if grad_hidden is not None:
-                torch.mm(logits, weight_vD, out=grad_hidden[start : start + tile])
+                product(logits, weight_vD, out=grad_hidden[start : start + tile])
             if grad_weight is not None:  # in slices: the product is never whole beside the sum
                 slices = grad_weight.split(SLICE), logits.split(SLICE, 1)
                 for grad_sD, logits_ns in zip(*slices):
-                    grad_sD += logits_ns.T @ h
+                    grad_sD += product(logits_ns.T, h)
             elif wants_weight:  # the only tile: a single product needs no sum
-                grad_weight = logits.T @ h
+                grad_weight = product(logits.T, h)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight_vD.dtype
         return total

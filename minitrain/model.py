@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minitrain.kernels import exact_dtype, rms_norm, swiglu
+from minitrain.kernels import Linear, exact_dtype, rms_norm, swiglu
 
 Rope = tuple[Tensor, Tensor]  # cos and sin of each position's angles, [b, s, 1, K / 2]
 
@@ -151,10 +151,10 @@ class Attention(nn.Module):
         super().__init__()
         D, H, G, K = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         self.enter = nn.Identity()
-        self.q_proj = nn.Linear(D, H * K, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(D, G * K, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(D, G * K, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(H * K, D, bias=config.o_bias)
+        self.q_proj = Linear(D, H * K, bias=config.qkv_bias)
+        self.k_proj = Linear(D, G * K, bias=config.qkv_bias)
+        self.v_proj = Linear(D, G * K, bias=config.qkv_bias)
+        self.o_proj = Linear(H * K, D, bias=config.o_bias)
         if config.qk_norm:
             self.q_norm, self.k_norm = RMSNorm(K, config.norm_eps), RMSNorm(K, config.norm_eps)
         self.head_dim, self.qk_norm, self.use_rope = K, config.qk_norm, use_rope
@@ -182,9 +182,9 @@ class MLP(nn.Module):
         super().__init__()
         D, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.enter = nn.Identity()
-        self.gate_proj = nn.Linear(D, width, bias=bias)
-        self.up_proj = nn.Linear(D, width, bias=bias)
-        self.down_proj = nn.Linear(width, D, bias=bias)
+        self.gate_proj = Linear(D, width, bias=bias)
+        self.up_proj = Linear(D, width, bias=bias)
+        self.down_proj = Linear(width, D, bias=bias)
 
     def forward(self, x_bsD: Tensor) -> Tensor:
         x_bsD = self.enter(x_bsD)
@@ -232,7 +232,7 @@ class CausalLM(nn.Module):
         self.config = config
         self.model = Decoder(config)
         self.enter = nn.Identity()
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self.run_block = lambda block, *inputs: block(*inputs)
         self.tie()
 

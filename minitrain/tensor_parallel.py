@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitrain.collectives import all_gather, copy_to, reduce_from, reduce_scatter
+from minitrain.kernels import linear
 from minitrain.mesh import Axis
 from minitrain.model import RMSNorm, rms_norm
 
@@ -52,7 +53,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x_bsI: Tensor) -> Tensor:
         x_bsI = x_bsI if self.input_is_copied else copy_to(x_bsI, self.tp)
-        return F.linear(x_bsI, self.weight, self.bias)
+        return linear(x_bsI, self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -73,7 +74,7 @@ class RowParallelLinear(nn.Module):
 
     def partial(self, x_bsi: Tensor) -> Tensor:
         """This rank's part of the sum; needs no communication."""
-        return F.linear(x_bsi, self.weight)
+        return linear(x_bsi, self.weight)
 
     def leave(self, partial_bsO: Tensor) -> Tensor:
         """Add the ranks' parts up, and the bias."""
@@ -104,7 +105,7 @@ class ReplicatedHeadsLinear(nn.Module):
 
     def forward(self, x_bsD: Tensor) -> Tensor:
         bias = None if self.bias is None else self.pick(self.bias)
-        return F.linear(x_bsD, self.pick(self.weight), bias)
+        return linear(x_bsD, self.pick(self.weight), bias)
 
 
 class VocabParallelEmbedding(nn.Module):

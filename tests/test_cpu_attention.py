@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minitrain import cpu_attention as module
-from minitrain.cpu_attention import cpu_attention, tiled_attention
+from minitrain.cpu_attention import cpu_attention, float32_attention, tiled_attention
 from minitrain.model import causal_attention, fused_attention
 
 
@@ -39,7 +39,8 @@ def errors(found, exact):
     ],
 )
 @pytest.mark.parametrize(("spread", "offset"), [(0.5, 0), (2, 0), (12, 0), (2, 10)])
-def test_as_exact_as_the_fused_kernel(rows, length, heads, kv_heads, size, spread, offset):
+@pytest.mark.parametrize("attend", [tiled_attention, float32_attention])
+def test_as_exact_as_the_fused_kernel(rows, length, heads, kv_heads, size, spread, offset, attend):
     """A score rounded before its largest is taken off (red at spread 12), a lost dot product
     (red with an offset), a wrong tile border, kv pairing, scale or mask.
     """
@@ -47,8 +48,8 @@ def test_as_exact_as_the_fused_kernel(rows, length, heads, kv_heads, size, sprea
     x[2] += offset
     exact = results(fused_attention, *(t.double() for t in x))
     fused = errors(results(fused_attention, *x), exact)
-    tiled = errors(results(tiled_attention, *x), exact)
-    assert all(ours < 2.6 * theirs + 5e-4 for ours, theirs in zip(tiled, fused)), (tiled, fused)
+    found = errors(results(attend, *x), exact)
+    assert all(ours < 2.6 * theirs + 5e-4 for ours, theirs in zip(found, fused)), (found, fused)
 
 
 def test_several_tiles_of_heads(monkeypatch):
