@@ -1,5 +1,7 @@
 """Backward passes that are written out, against autograd's own."""
 
+from functools import partial
+
 import pytest
 import torch
 from conftest import close, lively_weights, tiny_config, tiny_model, uneven_rows
@@ -12,6 +14,11 @@ from minitrain.lora import LoRAConfig, add_lora
 from minitrain.loss_reducer import head_cross_entropy_sum
 from minitrain.memory import save_memory
 from minitrain.mesh import Axis, Mesh
+from minitrain.tensor_parallel import (
+    ColumnParallelLinear,
+    ReplicatedHeadsLinear,
+    RowParallelLinear,
+)
 
 
 def draw(*shape, dtype=torch.float64, seed=0):
@@ -140,3 +147,16 @@ def test_no_product_is_left_in_bf16_where_that_is_slow(lora, memory, monkeypatch
     assert len(grads) == len(want_grads)
     for got, wanted in zip(grads, want_grads):
         close(got.float(), wanted.float(), 0.1)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [ColumnParallelLinear, RowParallelLinear, partial(ReplicatedHeadsLinear, num_heads=1)],
+)
+def test_nor_in_a_layer_split_over_tp(layer, monkeypatch):
+    """Red when such a layer multiplies in bf16 where that is slow."""
+    monkeypatch.setattr(kernels, "CPU_MULTIPLIES_BF16", False)
+    split = layer(torch.nn.Linear(16, 8, dtype=torch.bfloat16), Axis("tp"))
+    with BF16Products() as products:
+        split(draw(2, 3, 16, dtype=torch.bfloat16)).sum().backward()
+    assert not products.found
